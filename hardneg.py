@@ -1,0 +1,1160 @@
+"""Hard-negative contrastive learning in one file.
+
+An encoder learns without labels when two views of a sample are pulled together and other samples, its negatives, are
+pushed away. Which negatives count, and how much, decides how good the encoder gets. Every method here answers the same
+three questions, and the file is those questions in order:
+
+    1. Who could be a negative?         candidates: the other samples of the batch, or the rows of a memory bank
+    2. How much does each one count?    weights:    log w_ij = log q(x_j | x_i) / p(x_j), 0 for uniform negatives
+    3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl
+
+    from hardneg import ContrastiveLoss
+    criterion = ContrastiveLoss("hcl", beta=1.0)
+    loss = criterion(encoder(view_1), encoder(view_2))
+
+Symbols
+    B, V, D     samples, views of each, dimensions of an embedding
+    A           anchors: every view of every sample, V·B (with a memory bank the first views alone, B)
+    M           positives of an anchor: the other views of its sample, V − 1
+    N           candidates of an anchor: (B − 1)·V in a batch, K with a memory bank
+    z           embedding, a unit row                          f(x) in [1, 2, 4], v in [3]; [1] scales it by 1/t
+    t           temperature, divides cosines                   t in [1, 2], τ in [3, 4]
+    s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t; −∞ where j is no negative of i
+    p_im        logit of anchor i and its m-th positive
+    log w_ij    log importance weight; −∞ where s_ij is
+    tau_plus    τ⁺, the probability that a candidate shares the anchor's class             [1]
+    beta        β, concentration of the tilted negatives       multiplies s = cos/t        [1]
+    alpha       α, the share of nearest negatives kept                                     [4]
+    epsilon     ε, entropic regularisation, in the unit of the ground cost; kappa its κ    [2]
+    margin      η of the triplet loss, in the unit of a squared distance                   [2]
+
+Sections
+    1 Similarities   2 Weights      3 Objectives   4 The loss        5 Views
+    6 Images         7 Encoders     8 Generators   9 Evaluation     10 Training
+
+Everything stays in the log domain: e^{(1+β)/t} leaves float32 at t = 0.02 already, its logarithm never does.
+
+References
+    [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. ICLR 2021. arXiv:2010.04592
+    [2] Jiang, Ishwar, Aeron. Hard Negative Sampling via Regularized Optimal Transport for Contrastive
+        Representation Learning. IJCNN 2023. arXiv:2111.03169
+    [3] Data-efficient Contrastive Learning by Differentiable Hard Sample and Hard Positive Pair Generation.
+        Submitted to ICLR 2023
+    [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. CVPR 2021. arXiv:2012.09740
+    [5] Wang, Isola. Understanding Contrastive Representation Learning through Alignment and Uniformity on the
+        Hypersphere. ICML 2020. arXiv:2005.10242
+    [6] Chen, Kornblith, Norouzi, Hinton. A Simple Framework for Contrastive Learning of Visual Representations.
+        ICML 2020. arXiv:2002.05709
+"""
+import math
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+INF = math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Similarities: unit rows, and sums of exponentials that survive a row with nothing in it
+# ---------------------------------------------------------------------------------------------------------------------
+
+def unit(x):
+    """Project rows to the unit sphere: z = x / ‖x‖.
+
+    x (..., D) → (..., D). A zero row stays zero and passes the gradient on unscaled. Rows are divided by their largest
+    entry first, so that no square over- or underflows: 1e-30 and 1e30 are as good a length as 1.
+    """
+    scale = x.detach().abs().amax(-1, keepdim=True)
+    x = x / scale.masked_fill(scale == 0, 1)
+    return x / x.norm(dim=-1, keepdim=True).clamp_min(1)  # the norm is at least 1 by now, but for a zero row
+
+
+def _logsumexp(x, dim=-1):
+    """log Σ_j e^{x_j}; where all of a row is −∞, the lowest finite number, with gradient zero instead of NaN."""
+    return x.clamp_min(torch.finfo(x.dtype).min).logsumexp(dim)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Weights: how much does each candidate count? logits (A, N) → log weights (A, N), −∞ where the logits are
+# ---------------------------------------------------------------------------------------------------------------------
+
+def uniform(logits):
+    """Every candidate counts the same: log w_ij = 0.
+
+    logits (A, N) → log weights (A, N), −∞ where the logits are.
+    Ref: [4] Eq. 1, [1] at β = 0
+    """
+    return torch.zeros_like(logits).masked_fill(logits == -INF, -INF)
+
+
+def tilted(logits, beta=1.0):
+    """Candidates count by their similarity: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), of mean 1.
+
+    logits (A, N) → log weights (A, N). beta ≥ 0 multiplies s = cos/t. Limits: β = 0 is `uniform`, β → ∞ `hardest`.
+    Ref: [1] Eq. 2, with the partition function Z_β estimated from the candidates themselves
+    """
+    return _proportional(beta * logits, hidden=logits == -INF)
+
+
+def _proportional(scores, hidden):
+    """log N + log_softmax(scores) over what is not hidden: weights proportional to e^scores, of mean 1."""
+    n = (~hidden).sum(-1, keepdim=True)
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)  # not −∞: a row may have no candidate at all
+    return (F.log_softmax(scores, -1) + n.to(scores.dtype).log()).masked_fill(hidden, -INF)
+
+
+def hardest(logits):
+    """Only the nearest candidate counts, for all N: w_ij = N where s_ij = max_k s_ik, 0 elsewhere; ties share.
+
+    logits (A, N) → log weights (A, N). The limit β → ∞ of `tilted`: the worst case of [1] Prop. 1.
+    Ref: [1] App. A.1, [4] Eq. 6
+    """
+    hidden = logits == -INF
+    nearest = (logits == logits.amax(-1, keepdim=True)) & ~hidden
+    share = (~hidden).sum(-1, keepdim=True).to(logits.dtype) / nearest.sum(-1, keepdim=True).clamp_min(1)
+    return share.log().expand_as(logits).masked_fill(~nearest, -INF)
+
+
+def top(logits, alpha=0.1):
+    """Only the upper α quantile counts: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
+
+    logits (A, N) → log weights (A, N). alpha in (0, 1] is a share of the anchor's own candidates: the threshold
+    s_i^(α) is the ⌈αN⌉-th largest (at least the first), and everything at or above it stays, ties too.
+    These weights have mean α, not 1: the rest is dropped, not handed on. Limits: α = 1 is `uniform`.
+    Ref: [4] Eq. 8, 9
+    """
+    n = (logits > -INF).sum(-1, keepdim=True)
+    p, q = round(alpha * 10**9), 10**9  # ⌈αN⌉ in whole numbers: in floating point 0.07 · 100 rounds up to 8
+    kept = (-(-n * p // q)).clamp_min(1)
+    descending = logits.detach().sort(-1, descending=True).values
+    return uniform(logits).masked_fill(logits < descending.gather(-1, kept - 1), -INF)
+
+
+def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
+    """What it costs to couple two unit rows, from their cosine.
+
+    "sqeuclidean": ½‖x − y‖² = 1 − cos        Ref: [2] Eq. 5
+    "exp":         exp(‖x − y‖² − κ)          Ref: [2] VII-C
+    """
+    if cost == "sqeuclidean":
+        return 1 - cosines
+    return torch.exp(2 - 2 * cosines - kappa)
+
+
+def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
+    """The entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j), log_kernel = −C/ε.
+
+    log_kernel (A, N), −∞ where i and j must not be coupled → f (A,), g (N,), error. Rows and columns are scaled in turn:
+    f_i ← −log A − logsumexp_j(log_kernel_ij + g_j), then g the same way, until the error is at most `tolerance` (None:
+    1e-5, in float64 1e-12) or after `max_steps`, with a warning the first time. The error is the mass in the wrong rows,
+    Σ_i |Σ_j P_ij − 1/A| of a total of 1; the columns are exact. A row or column with nothing allowed carries no mass.
+    Differentiable: the gradient runs through every step. Cost: 2·A·N a step; 2 to 10 steps at ε = 0.3, more the smaller ε.
+    Ref: [2] Eq. 5, Lemma 3
+    """
+    if tolerance is None:
+        tolerance = 1e-12 if log_kernel.dtype == torch.float64 else 1e-5
+    allowed = log_kernel > -INF
+    rows, columns = allowed.any(1), allowed.any(0)
+    log_a, log_b = -rows.sum().to(log_kernel.dtype).log(), -columns.sum().to(log_kernel.dtype).log()
+    f, g = log_kernel.new_zeros(len(rows)), log_kernel.new_zeros(len(columns))
+    for _ in range(max_steps):
+        f_next = (log_a - _logsumexp(log_kernel + g)).masked_fill(~rows, 0)
+        error = log_a.exp() * (torch.expm1(f - f_next).abs() * rows).sum()  # row i of P sums to e^{f − f_next} / A
+        if not _known(error) or error <= tolerance:
+            break
+        f = f_next
+        g = (log_b - _logsumexp(log_kernel + f[:, None], 0)).masked_fill(~columns, 0)
+    else:
+        _warn_once("sinkhorn", f"Sinkhorn: {float(error):.1e} of the mass still in the wrong place after {max_steps} "
+                   f"steps (tolerance {tolerance:.0e}): raise epsilon, or check that labels leave enough candidates")
+    return f, g, error
+
+
+def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=1.0, potential=None):
+    """Candidates count by the entropic coupling of anchors and candidates: w_ij = N P*(j | i) ∝ e^{−C_ij/ε + g_j}.
+
+    logits (A, N) → log weights (A, N), of mean 1. `epsilon` is in the unit of the cost, `temperature` is that of the
+    logits (costs are of cosines), `potential` g (N,) comes from `sinkhorn`, which is run if it is not given.
+    Limits: ε → ∞ is `uniform` (where nothing but each anchor's own sample is forbidden), ε → 0 exact optimal transport;
+    with potential 0, that is without marginals, and "sqeuclidean" it is `tilted` at β = t/ε.
+    Ref: [2] Eq. 5, 7, Lemma 3
+    """
+    hidden = logits == -INF
+    log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
+    if potential is None:
+        potential = sinkhorn(log_kernel)[1]
+    return _proportional(log_kernel + potential, hidden)
+
+
+def _log_kernel(logits, epsilon, cost, kappa, temperature):
+    """−C/ε, and −∞ where the logits are."""
+    hidden = logits == -INF
+    cosines = temperature * logits.masked_fill(hidden, 0)  # not −∞: 0 · ∞ would be the gradient of the temperature
+    return (-ground_cost(cosines, cost, kappa) / epsilon).masked_fill(hidden, -INF)
+
+
+def draw(log_w, k, replacement=False, generator=None):
+    """Draw k negatives for each anchor, candidate j with probability w_ij / Σ_k w_ik.
+
+    log_w (A, N) from any of the weights → indices (A, k). Without replacement no index comes twice in a row.
+    generator: a torch.Generator on log_w's device; the same state draws the same indices.
+    Raises ValueError where an anchor has too few candidates to draw from.
+    """
+    enough = 1 if replacement else k
+    counted = log_w.softmax(-1)  # NaN in a row with no candidate, and then not > 0
+    _require(k >= 1, "k", k, "at least 1")
+    _require(_known(counted) is False or bool(((counted > 0).sum(-1) >= enough).all()), "k", k,
+             "at most the number of candidates whose weight is not 0, for every anchor")
+    return torch.multinomial(counted, k, replacement, generator=generator)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Objectives: what is done with the weighted negatives? (pos (A, M), neg (A, N), log w (A, N)) → losses (A,)
+#    nce and ppcl act on logits, simple and triplet on cosines
+# ---------------------------------------------------------------------------------------------------------------------
+
+def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+    """log of the weighted sum of e^s over negatives, less what false negatives are expected to add to it.
+
+    log max( (Σ_j w_j e^{s_j} − N τ⁺ E⁺) / (1 − τ⁺),  N e^{−1/t} ),     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m
+
+    pos (A, M), neg (A, N) logits, log_w (A, N), log_w_pos (A, M; None: uniform) → (A,). N is Σ_j w_j: the number of
+    candidates for weights of mean 1, the number kept for `top`. The floor is the paper's: no cosine is below −1. Where
+    it binds, the negatives get no gradient. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
+    Ref: [1] Eq. 2 and Fig. 5, [2] Eq. 8
+    """
+    total = _logsumexp(neg + log_w)
+    if tau_plus == 0:
+        return total
+    log_n = _logsumexp(log_w).detach()
+    log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
+    expected = log_n + math.log(tau_plus) + _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos)
+    excess = expected - total  # log of (N τ⁺ E⁺ / Σ w e^s): the difference exists where this is negative
+    left = total + torch.log(-torch.expm1(excess.masked_fill(excess >= 0, -1))) - math.log1p(-tau_plus)
+    floor = log_n - 1 / temperature
+    return torch.where((excess >= 0) | (left < floor), floor, left)
+
+
+def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+    """Noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + Σ_j w_j e^{s_j}) ), the sum over j `debiased`.
+
+    pos (A, M), neg (A, N) logits, log_w (A, N) → losses (A,), 0 for an anchor with no negative.
+    Limits, with one positive and uniform weights: t → 0 is `triplet`/2 at margin 0, divided by t; t → ∞ is
+    log(1 + N) + N/(1 + N)/t · `simple`.
+    Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 9
+    """
+    return -F.logsigmoid(_logsumexp(pos) - debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos))
+
+
+def simple(pos, neg, log_w):
+    """Difference of means: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
+
+    pos (A, M), neg (A, N) cosines, log_w (A, N) → losses (A,); no negative leaves −1/M Σ_m cos_m.
+    λ of [4] is 1/N here (1/(αN) for `top`): what the limit t → ∞ of `nce` gives, and [2]'s expectation.
+    Ref: [4] Eq. 3, [2] Eq. 9 (BCL)
+    """
+    return _expected(neg, log_w) - _mean(pos)
+
+
+def triplet(pos, neg, log_w, margin=0.0):
+    """Hinge: 1/M Σ_m Σ_j w_j max(0, 2 (cos_j − cos_m) + η) / Σ_j w_j, where 2 (cos_j − cos_m) = ‖z−z_m‖² − ‖z−z_j‖².
+
+    pos (A, M), neg (A, N) cosines, log_w (A, N) → losses (A,). margin η ≥ 0 is in the unit of a squared distance.
+    Ref: [2] IV; with `hardest` weights and η = 0, twice the limit t → 0 of t · `nce`, [4] Eq. 6
+    """
+    hinges = [_expected((2 * (neg - p[:, None]) + margin).clamp_min(0), log_w) for p in pos.unbind(-1)]
+    return torch.stack(hinges).mean(0)
+
+
+def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+    """Partially pseudo-labelled loss: −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + Σ_j w_j e^{s_j}) ).
+
+    pos (A, M; −∞ where an anchor has fewer positives), neg (A, N) logits, log_w (A, N) → losses (A,).
+    It is `nce` and the spread of the positives, logsumexp_m p_m − mean_m p_m: equal to it for one positive.
+    Ref: [3] Eq. 8
+    """
+    return nce(pos, neg, log_w, tau_plus, temperature, log_w_pos) + _logsumexp(pos) - _mean(pos)
+
+
+def _mean(x):
+    """Mean over the entries of a row that are not −∞."""
+    there = x > -INF
+    return x.masked_fill(~there, 0).sum(-1) / there.sum(-1)
+
+
+def _expected(x, log_w):
+    """Σ_j w_j x_j / Σ_j w_j, 0 in a row with no candidate."""
+    w = torch.exp(log_w - _logsumexp(log_w)[:, None])
+    return (w * x.masked_fill(log_w == -INF, 0)).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. The loss: a registry, one function, its module
+# ---------------------------------------------------------------------------------------------------------------------
+
+WEIGHTS = {f.__name__: f for f in (uniform, tilted, hardest, top, transported)}  # (logits, *options) → log weights
+OBJECTIVES = {f.__name__: f for f in (nce, simple, triplet, ppcl)}  # (pos, neg, log_w, *options) → losses
+
+PRESETS = {  # loss: (weights, objective, tau_plus)
+    "simclr": ("uniform", "nce", 0.0),         # [6], [4] Eq. 1
+    "debiased": ("uniform", "nce", 0.1),       # [1] at β = 0
+    "hcl": ("tilted", "nce", 0.1),             # [1] Eq. 2
+    "ot": ("transported", "nce", 0.0),         # [2] Eq. 5, 8
+    "hard": ("top", "nce", 0.0),               # [4] Eq. 9
+    "simple": ("uniform", "simple", 0.0),      # [4] Eq. 3, [2] Eq. 9
+    "hard-simple": ("top", "simple", 0.0),     # [4] Table 1, HardSimple
+    "triplet": ("hardest", "triplet", 0.0),    # [2] IV, [4] Eq. 6
+    "ppcl": ("uniform", "ppcl", 0.0),          # [3] Eq. 8
+}
+
+
+def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None, beta=1.0,
+                     alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0, negatives=None, labels=None,
+                     normalize=True, detach_weights=None, reduction="mean", block_size=None, return_stats=False):
+    """Any of the losses, on two or more views of a batch.
+
+        s_ij = cos(z_i, z_j) / t          log w_ij = weights(s_i)_j          ℓ_i = objective(p_i, s_i, log w_i)
+
+    views            (B, D) each; row i of each is a view of sample i. Every view of a sample is an anchor, in the order
+                     of torch.cat(views); its other views are its positives, the views of other samples its candidates
+    loss             a row of PRESETS; `weights` and `objective` override its parts, `tau_plus` its τ⁺
+    temperature      t > 0, divides cosines; a 0-d tensor that requires a gradient is learned
+    tau_plus, beta   τ⁺ in [0, 1), of nce and ppcl; β ≥ 0, of tilted, multiplies cos/t
+    alpha            in (0, 1], of top: the share of nearest candidates kept
+    epsilon, cost, kappa   of transported: ε > 0 in the unit of the cost, "sqeuclidean" or "exp", κ of the latter
+    margin           η ≥ 0, of triplet, in the unit of a squared distance
+    negatives        (K, D): the candidates are these rows instead, the anchors the first view alone, B of them
+    labels           (B,): samples that share a label are never each other's negatives; under ppcl they are positives.
+                     With negatives also (B + K,), the last K for its rows; with (B,) those share a label with nobody
+    normalize        project rows to the unit sphere first; if not, rows are taken as they are
+    detach_weights   no gradient through the weights; None: as the authors' code has it, True for transported alone
+    reduction        "mean", "sum" or "none", one value per anchor
+    block_size       anchors worked at a time; value and gradient do not depend on it. None: chosen, 0: all at once by
+                     plain autograd, which keeps A·N numbers for the backward pass and can be differentiated twice
+    return_stats     also a dict of 0-d tensors: `clamped`, the share of anchors for which the floor of the debiasing
+                     binds; `ess`, the effective number of negatives (Σw)²/Σw² as a share of N; `positive` and
+                     `negative`, the mean cosines
+
+    Any floating dtype comes in; the arithmetic and the loss are in float32 at least, autocast off. An option that the
+    weights and the objective do not take has no effect. Cost: A·N·D. ValueError names the argument that is off.
+    Ref: PRESETS
+    """
+    o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
+                 detach_weights, reduction, block_size)
+    _check_embeddings(views, negatives, labels)
+    with torch.autocast(views[0].device.type, enabled=False):
+        anchors, positives, candidates, hidden, shared = _roles(views, negatives, labels, normalize)
+        potential = None
+        if o.weights == "transported":  # the coupling is of all anchors at once, so its potential precedes the blocks
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
+                logits = (anchors @ candidates.T / temperature).masked_fill(hidden(slice(None)), -INF)
+                log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
+                potential = sinkhorn(log_kernel)[1]
+
+        def rule(rows, *tensors):
+            return _losses(o, hidden(rows), shared(rows), *tensors, return_stats=return_stats)
+
+        tensors = (anchors, positives, candidates, temperature, potential)
+        size = _block_size(anchors, candidates) if block_size is None else block_size
+        if size == 0:
+            losses, figures = rule(slice(None), *tensors)
+        elif torch.is_grad_enabled():
+            losses, figures = _Blockwise.apply(rule, size, reduction, *tensors)
+        else:
+            losses, figures, _ = _sweep(rule, size, tensors)
+        if losses.ndim and reduction != "none":
+            losses = losses.mean() if reduction == "mean" else losses.sum()
+    stats = _summary(figures)
+    clamped = stats.get("clamped", 0)
+    if _known(clamped) and clamped > 0.5:
+        _warn_once("clamped", f"debiasing: the floor binds for {clamped:.0%} of the anchors, and gives their negatives no "
+                   f"gradient: raise temperature ({float(temperature):g}) or lower tau_plus ({o.tau_plus:g})")
+    return (losses, stats) if return_stats else losses
+
+
+def _losses(o, hidden, shared, anchors, positives, candidates, temperature, potential, return_stats):
+    """The three questions, for some of the anchors: losses (a,), and the figures of them that `_summary` adds up."""
+    # 1. Who could be a negative?
+    cosines = anchors @ candidates.T                                        # (a, N)
+    pos_cosines = torch.einsum("ad,amd->am", anchors, positives)            # (a, M)
+    logits, pos = cosines / temperature, pos_cosines / temperature          # before any −∞: t may be learned, 0 · ∞ = NaN
+    neg = logits.masked_fill(hidden, -INF)
+    if o.objective == "ppcl" and shared is not None:
+        pos = torch.cat([pos, logits.masked_fill(~shared, -INF)], 1)        # (a, M + N)
+    o = SimpleNamespace(**vars(o), temperature=temperature, potential=potential, log_w_pos=None)
+    # 2. How much does each one count?
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
+        log_w = _apply(WEIGHTS[o.weights], o, neg)
+        if o.tau_plus > 0:  # the positives by the same rule, but they are outside the coupling and have no potential
+            o.potential = 0.0
+            o.log_w_pos = _apply(WEIGHTS[o.weights], o, pos)
+    # 3. What is done with them?
+    objective = OBJECTIVES[o.objective]
+    if "temperature" in _takes(objective):
+        losses = _apply(objective, o, pos, neg, log_w)
+    else:
+        losses = _apply(objective, o, pos_cosines, cosines.masked_fill(hidden, -INF), log_w)
+    with torch.no_grad():
+        return losses, _figures(o, pos, neg, log_w, return_stats)
+
+
+def _takes(function):
+    """The names of a function's parameters: an option of contrastive_loss reaches every function that names it."""
+    return function.__code__.co_varnames[:function.__code__.co_argcount]
+
+
+def _apply(function, o, *tensors):
+    return function(*tensors, **{name: getattr(o, name) for name in _takes(function)[len(tensors):]})
+
+
+def _roles(views, negatives, labels, normalize):
+    """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the anchors:
+    hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their label."""
+    given = views if negatives is None else (*views, negatives)
+    dtype = torch.float32
+    for x in given:
+        dtype = torch.promote_types(dtype, x.dtype)
+    given = [unit(x.to(dtype)) if normalize else x.to(dtype) for x in given]
+    b, device = len(views[0]), views[0].device
+    labels = None if labels is None else torch.as_tensor(labels, device=device)
+    if negatives is None:
+        z = torch.cat(given)
+        samples = torch.arange(b, device=device).repeat(len(views))
+        owners = samples if labels is None else labels.repeat(len(views))
+        others = torch.stack([z.roll(-k * b, 0) for k in range(1, len(views))], 1)  # the views after one's own, in turn
+        hidden = lambda rows: owners[rows, None] == owners
+        shared = lambda rows: None if labels is None else hidden(rows) & (samples[rows, None] != samples)
+        return z, others, z, hidden, shared
+    *given, bank = given
+    if labels is None or len(labels) == b:
+        hidden = lambda rows: torch.zeros((), dtype=torch.bool, device=device)
+        shared = lambda rows: None
+    else:
+        hidden = shared = lambda rows: labels[:b][rows, None] == labels[b:]
+    return given[0], torch.stack(given[1:], 1), bank, hidden, shared
+
+
+def _figures(o, pos, neg, log_w, return_stats):
+    """What the statistics are made of, a vector (a,) each."""
+    figures = {}
+    if return_stats or o.tau_plus > 0 and "clamped" not in _warned:
+        figures["clamped"] = torch.zeros(len(neg), device=neg.device)
+        if o.tau_plus > 0 and "tau_plus" in _takes(OBJECTIVES[o.objective]):
+            log_negative = debiased(pos, neg, log_w, o.tau_plus, o.temperature, o.log_w_pos)
+            figures["clamped"] = ((log_negative <= _logsumexp(log_w) - 1 / o.temperature) & (neg > -INF).any(-1)).float()
+    if return_stats:
+        there, pos_there = neg > -INF, pos > -INF
+        n = there.sum(-1)
+        figures["n"], figures["pos_n"], figures["any"] = n, pos_there.sum(-1), n > 0
+        figures["ess"] = torch.exp(2 * _logsumexp(log_w) - _logsumexp(2 * log_w)) / n.clamp_min(1) * (n > 0)
+        figures["negative"] = o.temperature * neg.masked_fill(~there, 0).sum(-1)
+        figures["positive"] = o.temperature * pos.masked_fill(~pos_there, 0).sum(-1)
+    return figures
+
+
+def _summary(figures):
+    """The statistics, from the figures of all anchors."""
+    stats = {k: v.float().mean() for k, v in figures.items() if k == "clamped"}
+    for name, count in (("ess", "any"), ("positive", "pos_n"), ("negative", "n")):
+        if name in figures:
+            stats[name] = figures[name].sum() / figures[count].sum()
+    return stats
+
+
+def _block_size(anchors, candidates):
+    """As many anchors as keep a block's logits in the cache of a CPU, or a GPU busy."""
+    return max(1, 2**(20 if anchors.device.type == "cpu" else 25) // len(candidates))
+
+
+def _sweep(rule, size, tensors, weight=None, wanted=()):
+    """`rule` in blocks of anchors: losses (A,), figures, and for every tensor wanted Σ_i weight_i ∂ℓ_i/∂tensor.
+
+    The first two tensors have a row for each anchor, the others belong to all. A block's similarities are freed before
+    the next block's come: what stays is the size of the tensors.
+    """
+    tensors = [x.detach().requires_grad_(x.is_floating_point() and w) if torch.is_tensor(x) else x
+               for x, w in zip(tensors, wanted or [False] * len(tensors))]
+    gradients = [torch.zeros_like(x) if torch.is_tensor(x) and x.requires_grad else None for x in tensors]
+    losses, figures = [], []
+    for start in range(0, len(tensors[0]), size):
+        rows = slice(start, start + size)
+        with torch.set_grad_enabled(weight is not None):
+            block = [x[rows] for x in tensors[:2]] + tensors[2:]
+            values, numbers = rule(rows, *block)
+        losses.append(values.detach())
+        figures.append(numbers)
+        if weight is not None:
+            into = [k for k, g in enumerate(gradients) if g is not None]
+            parts = torch.autograd.grad(values, [block[k] for k in into], weight[rows], allow_unused=True)
+            for k, part in zip(into, parts):
+                if part is not None:
+                    (gradients[k][rows] if k < 2 else gradients[k]).add_(part)
+    return torch.cat(losses), {name: torch.cat([f[name] for f in figures]) for name in figures[0]}, gradients
+
+
+class _Blockwise(torch.autograd.Function):
+    """`_sweep` as one step of autograd: each block's gradient is taken while its similarities are still there.
+
+    A mean or a sum scales it afterwards. With "none" the weight of each anchor is known in the backward pass only, so the
+    blocks are worked again there.
+    """
+
+    @staticmethod
+    def forward(ctx, rule, size, reduction, *tensors):
+        wanted = ctx.needs_input_grad[3:]
+        if reduction == "none":
+            ctx.again, ctx.gradients = (rule, size, tensors, wanted), None
+            return _sweep(rule, size, tensors)[:2]
+        weight = torch.full_like(tensors[0][:, 0], 1 / len(tensors[0]) if reduction == "mean" else 1)
+        losses, figures, ctx.gradients = _sweep(rule, size, tensors, weight, wanted)
+        return losses @ weight, figures
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        if torch.is_grad_enabled():
+            raise RuntimeError("this loss can be differentiated twice with block_size=0 alone")
+        gradients = ctx.gradients
+        if gradients is None:
+            rule, size, tensors, wanted = ctx.again
+            with torch.autocast(grad.device.type, enabled=False):
+                gradients, grad = _sweep(rule, size, tensors, grad, wanted)[2], 1
+        return None, None, None, *(None if g is None else g * grad for g in gradients)
+
+
+class ContrastiveLoss(nn.Module):
+    """`contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
+
+    Options are those of `contrastive_loss`, and are checked here; given to the call they override (a schedule's alpha, a
+    bank's rows, labels). A temperature that is an nn.Parameter is learned.
+    """
+
+    def __init__(self, loss="simclr", **options):
+        super().__init__()
+        defaults = contrastive_loss.__kwdefaults__
+        unknown = sorted(options.keys() - defaults.keys())
+        if unknown:
+            raise TypeError(f"no option {', '.join(unknown)}: there are {', '.join(defaults)}")
+        self.options = {"loss": loss, **options}
+        if isinstance(options.get("temperature"), nn.Parameter):
+            self.temperature = self.options.pop("temperature")
+        given = {**defaults, **self.options}
+        self.resolved = _options(*(given[name] for name in _takes(_options)))
+
+    def forward(self, *views, **options):
+        return contrastive_loss(*views, **{**self.options, **self._parameters, **options})
+
+    def extra_repr(self):
+        o = self.resolved
+        used = {"temperature": None, **dict.fromkeys(_takes(WEIGHTS[o.weights]) + _takes(OBJECTIVES[o.objective]))}
+        shown = {name: getattr(o, name) for name in used if hasattr(o, name)}
+        shown = {"weights": o.weights, "objective": o.objective, **shown, **self.options}
+        shown |= {name: f"{float(value.detach()):g} (learned)" for name, value in self._parameters.items()}
+        return ", ".join([repr(shown.pop("loss"))] + [f"{name}={value}" for name, value in shown.items()])
+
+
+def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin, detach_weights,
+             reduction, block_size):
+    """The options, checked, with what the preset leaves open filled in."""
+    _require(loss in PRESETS, "loss", loss, f"one of {', '.join(PRESETS)}")
+    weights, objective = weights or PRESETS[loss][0], objective or PRESETS[loss][1]
+    tau_plus = PRESETS[loss][2] if tau_plus is None else tau_plus
+    detach_weights = weights == "transported" if detach_weights is None else detach_weights
+    _require(weights in WEIGHTS, "weights", weights, f"one of {', '.join(WEIGHTS)}, or None for the loss's own")
+    _require(objective in OBJECTIVES, "objective", objective, f"one of {', '.join(OBJECTIVES)}, or None for the loss's own")
+    scalar = not torch.is_tensor(temperature) or temperature.ndim == 0
+    _require(scalar and (not _known(temperature) or 0 < temperature < INF), "temperature", temperature, "a number above 0")
+    _require(0 <= tau_plus < 1, "tau_plus", tau_plus, "in [0, 1)")
+    _require(0 <= beta < INF, "beta", beta, "a number of at least 0")
+    _require(0 < alpha <= 1, "alpha", alpha, "in (0, 1]")
+    _require(0 < epsilon < INF, "epsilon", epsilon, "a number above 0")
+    _require(cost in ("sqeuclidean", "exp"), "cost", cost, "sqeuclidean or exp")
+    _require(-INF < kappa < INF, "kappa", kappa, "a finite number")
+    _require(0 <= margin < INF, "margin", margin, "a number of at least 0")
+    _require(reduction in ("mean", "sum", "none"), "reduction", reduction, "mean, sum or none")
+    _require(block_size is None or block_size >= 0, "block_size", block_size, "None, 0 or a number of anchors")
+    return SimpleNamespace(weights=weights, objective=objective, tau_plus=tau_plus, beta=beta, alpha=alpha,
+                           epsilon=epsilon, cost=cost, kappa=kappa, margin=margin, detach_weights=detach_weights)
+
+
+def _check_embeddings(views, negatives, labels):
+    shapes = [tuple(x.shape) for x in views]
+    _require(len(views) >= 2, "views", shapes, "at least two tensors (B, D)")
+    _require(len(set(shapes)) == 1 and len(shapes[0]) == 2, "views", shapes, "tensors (B, D) of one shape")
+    _require(all(x.is_floating_point() for x in views), "views", [x.dtype for x in views], "of a floating dtype")
+    (b, d), k = shapes[0], 0
+    if negatives is None:
+        _require(b >= 2, "views", shapes, "of at least 2 samples: with B = 1 there is no negative")
+    else:
+        k = len(negatives)
+        _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d, "negatives", tuple(negatives.shape),
+                 f"a tensor (K, {d}) of at least 1 row")
+    if labels is not None:
+        _require(len(labels) in (b, b + k), "labels", f"{len(labels)} of them", f"{b} of them, one a sample"
+                 + (f", or {b + k}, one a sample and one a row of negatives" if k else ""))
+    given = {f"views[{i}]": x for i, x in enumerate(views)} | ({} if negatives is None else {"negatives": negatives})
+    finite = torch.stack([x.isfinite().all() for x in given.values()])
+    if _known(finite) and not finite.all():  # the only time the device is waited for
+        name, x = next((name, x) for name, x in given.items() if not x.isfinite().all())
+        bad = (~x.isfinite()).any(1).sum()
+        _require(False, name, f"a tensor with NaN or inf in {bad} of {len(x)} rows", "finite")
+
+
+def _require(fine, name, got, allowed):
+    if not fine:
+        raise ValueError(f"{name} is {got}; it must be {allowed}")
+
+
+def _known(x):
+    """Whether a value can be read: not that of a fake or meta tensor, which has a shape and a device alone."""
+    return not torch.is_tensor(x) or type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta
+
+
+_warned = set()
+
+
+def _warn_once(key, message):
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, stacklevel=3)
+
+
+def annealed_beta(progress, beta, changes=5):
+    """β brought down to 0 in stairs: β · (1 − ⌊ℓ · progress⌋ / ℓ), with ℓ = changes, over progress in [0, 1].
+
+    Hard negatives early, when they carry the most; uniform ones late, when many of the hardest are of the anchor's class.
+    Ref: [1] App. C
+    """
+    return beta * (1 - math.floor(changes * progress) / changes)
+
+
+def lead_in(progress, alpha, until=0.5):
+    """The share kept, brought down from 1 to α geometrically until `until`: α^{min(1, progress / until)}.
+
+    A random encoder's nearest candidates are near by background and colour alone; learning from those only, it stays there.
+    """
+    return alpha ** min(1.0, progress / until)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Views: random crops, flips and colours of a whole batch, on whatever device the images are, with a gradient
+# ---------------------------------------------------------------------------------------------------------------------
+
+TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))  # luma, and two axes of chroma
+
+
+def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5, jitter=0.8, brightness=0.4, contrast=0.4,
+         saturation=0.4, hue=0.1, gray=0.2, blur=0.0, sigma=(0.1, 2.0)):
+    """One random view of every image: resized crop, flip, colour jitter, grayscale, blur, each drawn for each image.
+
+    images (B, 3, H, W), uint8 or floats in [0, 1] → floats in [0, 1] of the same shape, differentiable in the images.
+    area, ratio        ranges of the crop's share of the image and of its width to height (clipped to the image)
+    flip, jitter, gray, blur       probabilities of a mirror image, of the colour jitter, of no colour, of a blur
+    brightness, contrast, saturation   factors are drawn from [1 − x, 1 + x]
+    hue                turns of the colour circle are drawn from [−x, x]
+    sigma              range of the blur's standard deviation, in pixels of an image 32 wide
+    Defaults are [6]'s for images of 32 × 32: colour strength 0.5, no blur, with area from 0.2 instead of 0.08. All that is
+    random comes from one draw by `generator` (on the images' device): the same state replays the same views.
+    Colour is one affine map per pixel: in luma and chroma, brightness scales both, contrast both around the mean luma,
+    saturation and hue scale and turn chroma. So the four commute, need no random order, and the result is clipped once.
+    Ref: [6] App. A; [3] 3.1 for the gradient
+    """
+    b, _, height, width = images.shape
+    x = images / 255 if images.dtype == torch.uint8 else images
+    u = torch.rand(b, 14, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype).unbind(1)
+
+    def between(low, high, r):
+        return low + (high - low) * r
+
+    # crop and flip: where each pixel of the view comes from, in coordinates from −1 to 1
+    share, aspect = between(*area, u[0]), torch.exp(between(math.log(ratio[0]), math.log(ratio[1]), u[1]))
+    w, h = (share * aspect).sqrt().clamp_max(1), (share / aspect).sqrt().clamp_max(1)
+    zero, mirror = torch.zeros_like(w), 1 - 2 * (u[4] < flip).to(x.dtype)
+    theta = torch.stack([w * mirror, zero, (1 - w) * (2 * u[2] - 1), zero, h, (1 - h) * (2 * u[3] - 1)], 1)
+    grid = F.affine_grid(theta.view(b, 2, 3), x.shape, align_corners=False)
+    x = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
+    # colour: rgb → yiq, turn and scale chroma, → rgb, as one matrix and one offset an image
+    on = (u[5] < jitter).to(x.dtype)
+    light, sharp, vivid = (1 + on * between(-s, s, r) for s, r in ((brightness, u[6]), (contrast, u[7]), (saturation, u[8])))
+    turn, vivid = on * between(-hue, hue, u[9]) * 2 * math.pi, vivid * (u[10] >= gray)
+    cos, sin, one = turn.cos() * vivid, turn.sin() * vivid, torch.ones_like(turn)
+    chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(b, 3, 3)
+    to_yiq = torch.tensor(TO_YIQ, dtype=x.dtype, device=x.device)
+    colour = torch.linalg.inv(to_yiq) @ chroma @ to_yiq
+    luma = (x.mean((2, 3)) @ to_yiq[0]) * light
+    x = (light * sharp)[:, None, None] * (colour @ x.flatten(2)) + ((1 - sharp) * luma)[:, None, None]
+    x = x.view(b, 3, height, width)
+    if blur > 0:
+        x = _blur(x, between(*sigma, u[11]) * width / 32, u[12] < blur)
+    return x.clamp(0, 1)
+
+
+def _blur(x, sigma, chosen):
+    """Gaussian blur of the chosen images, each with its own standard deviation in pixels, one axis after the other."""
+    radius = max(1, round(x.shape[-1] * 0.05))  # a kernel a tenth as wide as the image, [6]
+    steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
+    kernel = torch.softmax(-(steps / sigma[:, None]) ** 2 / 2, 1)
+    kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
+    padded = F.pad(x, (radius,) * 4, mode="reflect")
+    rows = sum(kernel[:, k, None, None, None] * padded[:, :, k:k + x.shape[2]] for k in range(len(steps)))
+    return sum(kernel[:, k, None, None, None] * rows[:, :, :, k:k + x.shape[3]] for k in range(len(steps)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Images: built in, from torchvision, from a folder; uint8 (n, 3, H, W) on the device
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Images(NamedTuple):
+    """A training and a test set with labels, and the names of the classes."""
+    train: torch.Tensor         # (n, 3, H, W) uint8
+    train_labels: torch.Tensor  # (n,)
+    test: torch.Tensor          # (m, 3, H, W) uint8
+    test_labels: torch.Tensor   # (m,)
+    classes: list
+
+    def to(self, device):
+        return Images(*(x.to(device) if torch.is_tensor(x) else x for x in self))
+
+
+OUTLINES = {  # name: distance from the centre to the outline in the direction a, at most about 1
+    "disc": lambda a: torch.full_like(a, 0.8),
+    "ellipse": lambda a: 0.45 / torch.sqrt((0.45 * a.cos()) ** 2 + a.sin() ** 2),
+    "triangle": lambda a: _polygon(a, 3) * 1.1,
+    "square": lambda a: _polygon(a, 4),
+    "star": lambda a: 0.65 + 0.35 * (5 * a).cos(),
+    "clover": lambda a: 0.6 + 0.4 * (3 * a).cos(),
+    "peanut": lambda a: 0.3 + 0.7 * a.cos() ** 2,
+    "heart": lambda a: (2 - 2 * a.sin() + a.sin() * a.cos().abs().sqrt() / (a.sin() + 1.4)) / 3.2,
+    "cross": lambda a: 0.32 / torch.minimum(a.cos().abs(), a.sin().abs()).clamp_min(0.32),
+    "gear": lambda a: 0.8 + 0.2 * torch.tanh(6 * (8 * a).cos()),
+}
+
+
+CRAYONS = ((0.9, 0.2, 0.2), (0.2, 0.7, 0.2), (0.2, 0.3, 0.9), (0.9, 0.8, 0.2), (0.9, 0.9, 0.9), (0.1, 0.1, 0.1))
+
+
+def _polygon(a, corners):
+    step = 2 * math.pi / corners
+    return math.cos(step / 2) / (a.remainder(step) - step / 2).cos()
+
+
+def shapes(n=8000, classes=10, seed=0, size=32):
+    """Images of outlines, made here: each class an outline, all else random (colours, place, size, turn, background).
+
+    n images → uint8 (n, 3, size, size) and labels (n,). Pixels tell nearly nothing of the class, as nothing but the form
+    does; still a small network learns it in a minute. classes: 2 to 10. The same seed draws the same images.
+    """
+    _require(2 <= classes <= len(OUTLINES), "classes", classes, f"2 to {len(OUTLINES)}")
+    _require(n >= 1, "n", n, "at least 1")
+    generator = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=generator)
+    labels = torch.arange(n) % classes
+    labels = labels[torch.randperm(n, generator=generator)]
+    axis = (torch.arange(size) + 0.5) / size * 2 - 1
+    images = torch.empty(n, 3, size, size, dtype=torch.uint8)
+    for some in torch.arange(n).split(2000):
+        k = len(some)
+        radius, turn = 0.45 + 0.35 * rand(k, 1, 1), 2 * math.pi * rand(k, 1, 1)
+        x, y = axis - 0.6 * (rand(k, 1, 1) - 0.5), axis[:, None] - 0.6 * (rand(k, 1, 1) - 0.5)
+        angle = torch.atan2(y, x) + turn
+        angle = (angle + math.pi).remainder(2 * math.pi) - math.pi
+        edge = torch.empty(k, size, size)
+        for c, outline in enumerate(list(OUTLINES.values())[:classes]):
+            edge[labels[some] == c] = outline(angle[labels[some] == c])
+        inside = torch.sigmoid((edge * radius - (x * x + y * y).sqrt()) * size / 2)[:, None]
+        first = torch.randint(len(CRAYONS), (k,), generator=generator)
+        second = (first + torch.randint(1, len(CRAYONS), (k,), generator=generator)) % len(CRAYONS)  # never the same
+        ink, paper = (torch.tensor(CRAYONS)[c][:, :, None, None] + 0.1 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second))
+        light = 0.8 + 0.4 * rand(k, 1, 1, 1)
+        picture = light * (paper + (ink - paper) * inside) + 0.05 * torch.randn(k, 3, size, size, generator=generator)
+        images[some] = (picture.clamp(0, 1) * 255).to(torch.uint8)
+    return images, labels
+
+
+def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, limit=None):
+    """A data set by name, or a folder of images → Images.
+
+    data       "shapes"; a torchvision set: "cifar10", "cifar100", "stl10", "svhn", "fashion-mnist"; or a folder with one
+               folder of images per class, either directly (every fifth image of a class is then kept for the test) or in
+               train/ and test/ (or val/)
+    root       where torchvision's sets are, or are downloaded to
+    size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its own
+               side if it is square and at most 96, else 32, 64 or 96
+    fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
+    limit      at most this many training images, spread over the classes
+    A file that cannot be read as an image is named in a warning and left out.
+    """
+    _require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
+    if data == "shapes":
+        images = Images(*shapes(8000, seed=seed), *shapes(2000, seed=seed + 10**6), list(OUTLINES))
+    elif data in TORCHVISION:
+        images = _from_torchvision(data, root)
+    else:
+        images = _from_folder(Path(data), size)
+    keep = _spread(images.train_labels, fraction, limit, seed)
+    return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
+
+
+TORCHVISION = {  # name: (class in torchvision.datasets, arguments of the training set, of the test set)
+    "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
+    "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
+    "stl10": ("STL10", {"split": "train"}, {"split": "test"}),
+    "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
+    "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
+}
+
+
+def _spread(labels, fraction, limit, seed):
+    """Indices of a random share of each class, at least one image of it, in their old order."""
+    fraction = min(fraction, 1.0 if limit is None else limit / len(labels))
+    if fraction == 1:
+        return torch.arange(len(labels))
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    kept = []
+    for c in labels.unique():
+        members = order[labels[order] == c]
+        kept.append(members[:max(1, round(fraction * len(members)))])
+    return torch.cat(kept).sort().values
+
+
+def _from_torchvision(name, root):
+    from torchvision import datasets
+    kind, *parts = TORCHVISION[name]
+    found = []
+    for arguments in parts:
+        try:
+            found.append(getattr(datasets, kind)(root, download=True, **arguments))
+        except Exception as error:  # no network, no place to write, a broken archive: each with an exception of its own
+            raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}). Put torchvision's files of "
+                               f"{kind} there, or name a folder of images") from error
+    sets = []
+    for part in found:
+        x = torch.as_tensor(part.data)
+        x = x[:, None].expand(-1, 3, -1, -1) if x.ndim == 3 else x if x.shape[1] == 3 else x.permute(0, 3, 1, 2)
+        labels = torch.as_tensor(getattr(part, "targets", getattr(part, "labels", None))).long()
+        sets += [x.contiguous(), labels]
+    classes = getattr(found[0], "classes", [str(c) for c in range(10)])
+    return Images(*sets, list(classes))
+
+
+def _from_folder(folder, size):
+    from torchvision.datasets import ImageFolder
+    _require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
+    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
+    whole = test is None or not (folder / "train").is_dir()
+    sets, classes = [], None
+    for part in (folder,) if whole else (folder / "train", test):
+        try:
+            found = ImageFolder(part)
+        except FileNotFoundError as error:
+            raise ValueError(f"data is {part}: {error}. It must hold a folder of images for each class") from None
+        classes = classes or found.classes
+        _require(found.classes == classes, "data", part, f"a folder of the same classes as the training set, {classes}")
+        pictures, labels, size = _read_images(found.samples, size)
+        _require(len(labels) >= 2, "data", part, "a folder with at least 2 readable images in it")
+        sets += [pictures, labels]
+    if whole:
+        rank = torch.cat([torch.arange(n) for n in sets[1].bincount(minlength=len(classes)).tolist()])
+        held = rank % 5 == 4
+        _require(held.any(), "data", folder, "a folder with at least 5 images of some class, the fifth of which is for the test")
+        sets = [sets[0][~held], sets[1][~held], sets[0][held], sets[1][held]]
+    return Images(*sets, classes)
+
+
+def _read_images(files, size):
+    """Files with labels as one tensor uint8 (n, 3, size, size), the labels, the size; what cannot be read is left out."""
+    from torchvision.datasets.folder import default_loader
+    from torchvision.transforms import functional as T
+
+    def read(path, size):
+        picture = default_loader(path)
+        if size is None:
+            side = min(picture.size)
+            size = side if picture.size == (side, side) and side <= 96 else 32 if side < 64 else 64 if side < 96 else 96
+        if picture.size != (size, size):
+            picture = T.center_crop(T.resize(picture, size, T.InterpolationMode.BICUBIC), size)
+        return T.pil_to_tensor(picture)
+
+    pictures, labels, bad = [], [], []
+    for path, label in files:
+        try:
+            pictures.append(read(path, size))
+        except Exception as error:  # a broken file can fail in many ways, which have no exception in common
+            bad.append(f"{path} ({error})")
+            continue
+        labels.append(label)
+        size = pictures[0].shape[-1]
+    if bad:
+        warnings.warn(f"{len(bad)} of {len(files)} files cannot be read as images and were left out: {', '.join(bad[:5])}"
+                      + (", …" if len(bad) > 5 else ""))
+    return torch.stack(pictures) if pictures else torch.empty(0), torch.tensor(labels, dtype=torch.long), size
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Encoders: a backbone and a projection head
+# ---------------------------------------------------------------------------------------------------------------------
+
+class Encoder(nn.Module):
+    """A backbone that gives features and a two-layer head that gives the embedding for the loss.
+
+    name: "small" (four convolutions, a minute on a CPU), "resnet18", "resnet50". Images (B, 3, H, W) in [0, 1] → features
+    (B, features), embeddings (B, dim). The features are what is kept after training. Networks from torchvision get a
+    3 × 3 first convolution and no max-pooling when `size`, the side of the images, is at most 64.
+    Ref: [6] App. B.9 for the small images, [1] App. C for the head
+    """
+
+    def __init__(self, name="small", dim=128, size=32):
+        super().__init__()
+        _require(name in ("small", "resnet18", "resnet50"), "encoder", name, "small, resnet18 or resnet50")
+        self.name, self.dim, self.size = name, dim, size
+        if name == "small":
+            widths, layers = (12, 32, 64, 128, 256), [nn.PixelUnshuffle(2)]  # 2 × 2 pixels at once: half the work
+            for before, after, stride in zip(widths, widths[1:], (1, 2, 2, 1)):
+                layers += [nn.Conv2d(before, after, 3, stride, padding=1, bias=False), nn.BatchNorm2d(after),
+                           nn.ReLU(inplace=True)]
+            self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            self.features = widths[-1]
+        else:
+            from torchvision import models
+            self.backbone = getattr(models, name)(weights=None)
+            self.features = self.backbone.fc.in_features
+            self.backbone.fc = nn.Identity()
+            if size <= 64:
+                self.backbone.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+                self.backbone.maxpool = nn.Identity()
+        hidden = max(self.features, 2 * dim)
+        self.head = nn.Sequential(nn.Linear(self.features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, dim))
+        self.register_buffer("mean", torch.tensor((0.5, 0.5, 0.5)).view(3, 1, 1), persistent=False)
+
+    def forward(self, images):
+        x = (images - self.mean) * 4
+        features = self.backbone(x)
+        return features, self.head(features)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Generators
+# ---------------------------------------------------------------------------------------------------------------------
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. Evaluation: what has been learned, by numbers; nothing here changes the encoder
+# ---------------------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def embed(encoder, images, batch_size=500):
+    """Features and unit embeddings of images, without augmentation: (n, features), (n, dim), float32.
+
+    The encoder is in eval mode meanwhile and comes back as it was: no gradient, no BatchNorm buffer changes.
+    """
+    modes = {module: module.training for module in encoder.modules()}
+    encoder.eval()
+    out = [encoder(part / 255 if part.dtype == torch.uint8 else part) for part in images.split(batch_size)]
+    for module, mode in modes.items():
+        module.training = mode
+    return torch.cat([f for f, _ in out]).float(), unit(torch.cat([z for _, z in out]).float())
+
+
+def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5):
+    """Weighted nearest neighbours: each of the k nearest by cosine votes for its label with e^{cos/t}. In percent.
+
+    train (n, D), test (m, D), labels (n,), (m,). k is at most n. k and t are [1]'s.
+    """
+    train, k = unit(train.float()), min(k, len(train))
+    votes_of = F.one_hot(train_labels)
+    right = 0
+    for x, y in zip(unit(test.float()).split(1000), test_labels.split(1000)):
+        cosines, index = (x @ train.T).topk(k)
+        votes = (cosines / temperature).exp()[..., None] * votes_of[index]
+        right += (votes.sum(1).argmax(1) == y).sum()
+    return 100 * float(right) / len(test)
+
+
+def linear_readout(train, train_labels, test, test_labels, l2=1e-4, max_steps=300):
+    """Accuracy of logistic regression on fixed features, in percent: mean cross-entropy + l2/2 ‖W‖².
+
+    train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex and
+    solved by L-BFGS from zero until the gradient vanishes: no learning rate, no epochs, no chance.
+    """
+    mean, std = train.mean(0), train.std(0).clamp_min(1e-6)
+    x, classes = (train - mean) / std, int(train_labels.max()) + 1
+    w = x.new_zeros(x.shape[1], classes, requires_grad=True)
+    bias = x.new_zeros(classes, requires_grad=True)
+    solver = torch.optim.LBFGS([w, bias], max_iter=max_steps, tolerance_grad=1e-5, tolerance_change=1e-9,
+                               history_size=20, line_search_fn="strong_wolfe")
+
+    def objective():
+        solver.zero_grad()
+        value = F.cross_entropy(x @ w + bias, train_labels) + l2 / 2 * w.square().sum()
+        value.backward()
+        return value
+
+    with torch.enable_grad():
+        solver.step(objective)
+    right = (((test - mean) / std) @ w + bias).argmax(1) == test_labels
+    return 100 * float(right.float().mean())
+
+
+@torch.no_grad()
+def uniformity(z, t=2.0):
+    """How evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over pairs of different rows; lower is more even.
+
+    z (n, D) → 0-d tensor, from −4t (two antipodes) to 0 (all in one point). Figures in [4] show its negative.
+    Ref: [5]; [4] Eq. 10
+    """
+    z, n = unit(z), len(z)
+    _require(n >= 2, "z", tuple(z.shape), "at least 2 rows")
+    rows = []
+    for start in range(0, n, 1000):
+        exponents = -t * (2 - 2 * z[start:start + 1000] @ z.T)
+        exponents[torch.arange(len(exponents)), torch.arange(start, start + len(exponents))] = -INF  # not with itself
+        rows.append(exponents.logsumexp(1))
+    return torch.cat(rows).logsumexp(0) - math.log(n) - math.log(n - 1)
+
+
+@torch.no_grad()
+def alignment(x, y):
+    """How near the views of a sample are: E ‖x_i − y_i‖² over rows of two views, from 0 (the same) to 4 (opposite).
+
+    Ref: [5]; half of it, over t², is L_align of [1] Eq. 4 to 7
+    """
+    return (unit(x) - unit(y)).square().sum(1).mean()
+
+
+@torch.no_grad()
+def tolerance(z, labels):
+    """How near samples of one class are: the mean cosine over pairs of different rows that share a label, in [−1, 1].
+
+    z (n, D), labels (n,) → 0-d tensor. The mean is over pairs that share a label, as the values in [4] Table 1 are.
+    Ref: [4] Eq. 11
+    """
+    z = unit(z)
+    members = F.one_hot(labels).to(z.dtype)                                     # (n, classes)
+    sums, counts = members.T @ z, members.sum(0)
+    return (sums.square().sum() - z.square().sum()) / (counts * (counts - 1)).sum()  # ‖Σ z‖² counts each pair, and itself
+
+
+def evaluate(encoder, images):
+    """Linear readout and kNN accuracy of the features in percent, uniformity and tolerance of the embeddings of the test set.
+
+    encoder: an Encoder, or None for the raw pixels. → dict
+    """
+    if encoder is None:
+        train, test = (x.flatten(1).float() / 255 for x in (images.train, images.test))
+        z = unit(test)
+    else:
+        (train, _), (test, z) = embed(encoder, images.train), embed(encoder, images.test)
+    labelled = train, images.train_labels, test, images.test_labels
+    return {"linear": linear_readout(*labelled), "knn": knn_accuracy(*labelled), "uniformity": float(uniformity(z)),
+            "tolerance": float(tolerance(z, images.test_labels))}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 10. Training: one loop, and one short step for each method
+# ---------------------------------------------------------------------------------------------------------------------
+
+def simclr_step(encoder, images, criterion, generator, partners=None, **options):
+    """Two random views of each image, one pass of the encoder, the loss: SimCLR with any of the losses.
+
+    images (B, 3, H, W) → loss, statistics. partners (B, 3, H, W): other images whose views are the positives instead.
+    Ref: [6] Algorithm 1; partners: "true positives", [1] Fig. 2
+    """
+    views = torch.cat([view(images, generator), view(images if partners is None else partners, generator)])
+    _, z = encoder(views.contiguous(memory_format=torch.channels_last))
+    return criterion(*z.chunk(2), return_stats=True, **options)
+
+
+class Training:
+    """The loop: for progress in Training(encoder, images): ... trains the encoder, and says after each step how it goes.
+
+    encoder          an Encoder, trained where it is
+    images           an Images on the encoder's device; labels are looked at by true_positives alone
+    criterion        a ContrastiveLoss
+    epochs, batch_size   each epoch goes through all images once, in batches of nearly the same size, at most batch_size
+    lr, weight_decay     of AdamW; the rate climbs for the first tenth of the run and falls to 0 by a cosine
+    schedules        {option of the loss: function of the progress in [0, 1]}, such as {"alpha": lambda p: lead_in(p, 0.1)}
+    true_positives   the second view is of a random image of the same class
+    bfloat16         autocast for the encoder; None: where the hardware has it
+    seed             of order and views: the same seed on the same machine gives the same run
+
+    Each step yields {"epoch", "step", "steps", "images", "loss", "clamped", "ess", "positive", "negative", "lr"}, with
+    tensors on the device. It stops with a FloatingPointError when the loss is not finite. state_dict() after an epoch and
+    load_state_dict() before the first step continue a run to the same end.
+    """
+
+    def __init__(self, encoder, images, criterion, epochs=20, batch_size=256, lr=3e-3, weight_decay=1e-4, schedules=None,
+                 true_positives=False, bfloat16=None, seed=0):
+        n = len(images.train)
+        _require(n >= 2, "images", n, "at least 2 images to train on: one has no negatives")
+        _require(epochs >= 1, "epochs", epochs, "at least 1")
+        _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
+        _require(0 < lr < INF, "lr", lr, "a number above 0")
+        self.encoder, self.images, self.criterion = encoder.to(memory_format=torch.channels_last), images, criterion
+        self.epochs, self.seed, self.schedules = epochs, seed, schedules or {}
+        self.batches = -(-n // min(batch_size, n))
+        self.steps, self.epoch, self.lr = epochs * self.batches, 0, lr
+        self.bfloat16 = _has_bfloat16(images.train.device) if bfloat16 is None else bfloat16
+        self.true_positives = true_positives
+        self.parameters = [*encoder.parameters(), *criterion.parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay)
+
+    def __iter__(self):
+        device = self.images.train.device
+        generator = torch.Generator(device)
+        while self.epoch < self.epochs:
+            generator.manual_seed(self.seed * 100_003 + self.epoch)  # an epoch's randomness is its own: it can be resumed
+            order = torch.randperm(len(self.images.train), generator=generator, device=device)
+            partners = self._partners(generator) if self.true_positives else None
+            self.encoder.train()
+            for k, index in enumerate(order.tensor_split(self.batches)):
+                yield self._step(self.epoch * self.batches + k, index, partners, generator)
+            self.epoch += 1
+
+    def _step(self, step, index, partners, generator):
+        progress = step / self.steps
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * min(10 * (step + 1) / self.steps, 1) * (1 + math.cos(math.pi * progress)) / 2
+        options = {name: schedule(progress) for name, schedule in self.schedules.items()}
+        with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
+            loss, stats = simclr_step(self.encoder, self.images.train[index], self.criterion, generator,
+                                      None if partners is None else self.images.train[partners[index]], **options)
+        if not loss.isfinite():
+            raise FloatingPointError(f"the loss is {float(loss)} in step {step + 1} of {self.steps}: lower lr ({self.lr:g})")
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return {"epoch": self.epoch, "step": step + 1, "steps": self.steps, "images": len(index), "loss": loss.detach(),
+                **stats, **options}
+
+    def _partners(self, generator):
+        """For every image another one of its class, at random: the next in a random order of the class."""
+        labels = self.images.train_labels
+        order = torch.randperm(len(labels), generator=generator, device=labels.device)
+        order = order[labels[order].argsort(stable=True)]  # class after class
+        starts = labels.bincount().cumsum(0) - labels.bincount()
+        place = torch.arange(len(labels), device=labels.device) + 1
+        wraps = torch.cat([labels[order][1:] != labels[order][:-1], torch.ones_like(labels[:1], dtype=torch.bool)])
+        partners = torch.empty_like(order)
+        partners[order] = order[torch.where(wraps, starts[labels[order]], place)]
+        return partners
+
+    def state_dict(self):
+        return {"epoch": self.epoch, "encoder": self.encoder.state_dict(), "criterion": self.criterion.state_dict(),
+                "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+        self.encoder.load_state_dict(state["encoder"])
+        self.criterion.load_state_dict(state["criterion"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _has_bfloat16(device):
+    """Whether bfloat16 is worth it: it is emulated, and slow, where the hardware does not have it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return device.type == "cpu" and bool(capabilities.get("avx512_bf16"))
