@@ -734,7 +734,7 @@ OUTLINES = {  # name: distance from the centre to the outline in the direction a
 }
 
 
-CRAYONS = ((0.9, 0.2, 0.2), (0.2, 0.7, 0.2), (0.2, 0.3, 0.9), (0.9, 0.8, 0.2), (0.9, 0.9, 0.9), (0.1, 0.1, 0.1))
+CRAYONS = ((0.85, 0.25, 0.2), (0.2, 0.4, 0.85), (0.9, 0.8, 0.3), (0.15, 0.15, 0.15))
 
 
 def _polygon(a, corners):
@@ -768,14 +768,14 @@ def shapes(n=8000, classes=10, seed=0, size=32):
         inside = torch.sigmoid((edge * radius - (x * x + y * y).sqrt()) * size / 2)[:, None]
         first = torch.randint(len(CRAYONS), (k,), generator=generator)
         second = (first + torch.randint(1, len(CRAYONS), (k,), generator=generator)) % len(CRAYONS)  # never the same
-        ink, paper = (torch.tensor(CRAYONS)[c][:, :, None, None] + 0.1 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second))
-        light = 0.8 + 0.4 * rand(k, 1, 1, 1)
+        ink, paper = (torch.tensor(CRAYONS)[c][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second))
+        light = 0.9 + 0.2 * rand(k, 1, 1, 1)
         picture = light * (paper + (ink - paper) * inside) + 0.05 * torch.randn(k, 3, size, size, generator=generator)
         images[some] = (picture.clamp(0, 1) * 255).to(torch.uint8)
     return images, labels
 
 
-def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, limit=None):
+def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
     """A data set by name, or a folder of images → Images.
 
     data       "shapes"; a torchvision set: "cifar10", "cifar100", "stl10", "svhn", "fashion-mnist"; or a folder with one
@@ -785,17 +785,16 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, limit=None
     size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its own
                side if it is square and at most 96, else 32, 64 or 96
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
-    limit      at most this many training images, spread over the classes
     A file that cannot be read as an image is named in a warning and left out.
     """
     _require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
+    if data not in ("shapes", *TORCHVISION):
+        return _from_folder(Path(data), size, fraction, seed)
     if data == "shapes":
         images = Images(*shapes(8000, seed=seed), *shapes(2000, seed=seed + 10**6), list(OUTLINES))
-    elif data in TORCHVISION:
-        images = _from_torchvision(data, root)
     else:
-        images = _from_folder(Path(data), size)
-    keep = _spread(images.train_labels, fraction, limit, seed)
+        images = _from_torchvision(data, root)
+    keep = _spread(images.train_labels, fraction, seed)
     return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
 
 
@@ -808,9 +807,8 @@ TORCHVISION = {  # name: (class in torchvision.datasets, arguments of the traini
 }
 
 
-def _spread(labels, fraction, limit, seed):
+def _spread(labels, fraction, seed):
     """Indices of a random share of each class, at least one image of it, in their old order."""
-    fraction = min(fraction, 1.0 if limit is None else limit / len(labels))
     if fraction == 1:
         return torch.arange(len(labels))
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
@@ -841,28 +839,28 @@ def _from_torchvision(name, root):
     return Images(*sets, list(classes))
 
 
-def _from_folder(folder, size):
+def _from_folder(folder, size, fraction, seed):
     from torchvision.datasets import ImageFolder
     _require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
     test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
-    whole = test is None or not (folder / "train").is_dir()
-    sets, classes = [], None
-    for part in (folder,) if whole else (folder / "train", test):
-        try:
-            found = ImageFolder(part)
-        except FileNotFoundError as error:
-            raise ValueError(f"data is {part}: {error}. It must hold a folder of images for each class") from None
-        classes = classes or found.classes
-        _require(found.classes == classes, "data", part, f"a folder of the same classes as the training set, {classes}")
-        pictures, labels, size = _read_images(found.samples, size)
-        _require(len(labels) >= 2, "data", part, "a folder with at least 2 readable images in it")
-        sets += [pictures, labels]
-    if whole:
-        rank = torch.cat([torch.arange(n) for n in sets[1].bincount(minlength=len(classes)).tolist()])
-        held = rank % 5 == 4
-        _require(held.any(), "data", folder, "a folder with at least 5 images of some class, the fifth of which is for the test")
-        sets = [sets[0][~held], sets[1][~held], sets[0][held], sets[1][held]]
-    return Images(*sets, classes)
+    parts = (folder,) if test is None or not (folder / "train").is_dir() else (folder / "train", test)
+    try:
+        found = [ImageFolder(part) for part in parts]
+    except FileNotFoundError as error:
+        raise ValueError(f"data is {folder}; it must be a folder of images: {error}") from None
+    classes = found[0].classes
+    _require(found[-1].classes == classes, "data", folder, f"a folder whose train/ and test/ hold the same classes, {classes}")
+    files = [part.samples for part in found]
+    if len(files) == 1:  # no test set: every fifth image of each class is it
+        place = [k - files[0].index(next(f for f in files[0] if f[1] == c)) for k, (_, c) in enumerate(files[0])]
+        files = [[f for f, k in zip(files[0], place) if (k % 5 == 4) == held] for held in (False, True)]
+    keep = _spread(torch.tensor([c for _, c in files[0]]), fraction, seed)
+    train, train_labels, size = _read_images([files[0][k] for k in keep], size)
+    _require(len(train) >= 2, "data", folder, "a folder with at least 2 readable images to train on")
+    test, test_labels, _ = _read_images(files[1], size)
+    _require(len(test) >= 1, "data", folder, "a folder with a test/ beside train/, or at least 5 readable images of some class,"
+             " every fifth of which is for the test")
+    return Images(train, train_labels, test, test_labels, classes)
 
 
 def _read_images(files, size):
@@ -973,28 +971,26 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
     return 100 * float(right) / len(test)
 
 
-def linear_readout(train, train_labels, test, test_labels, l2=1e-4, max_steps=300):
+def linear_readout(train, train_labels, test, test_labels, l2=1e-3, max_steps=500):
     """Accuracy of logistic regression on fixed features, in percent: mean cross-entropy + l2/2 ‖W‖².
 
-    train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex and
-    solved by L-BFGS from zero until the gradient vanishes: no learning rate, no epochs, no chance.
+    train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex, and
+    L-BFGS solves it from zero until no entry of the gradient is above 1e-4: no learning rate, no epochs, no chance.
     """
-    mean, std = train.mean(0), train.std(0).clamp_min(1e-6)
+    mean, std = train.mean(0), train.std(0).clamp_min(1e-6)  # a constant feature stays constant
     x, classes = (train - mean) / std, int(train_labels.max()) + 1
-    w = x.new_zeros(x.shape[1], classes, requires_grad=True)
-    bias = x.new_zeros(classes, requires_grad=True)
-    solver = torch.optim.LBFGS([w, bias], max_iter=max_steps, tolerance_grad=1e-5, tolerance_change=1e-9,
+    w, bias = x.new_zeros(classes, x.shape[1]).requires_grad_(), x.new_zeros(classes).requires_grad_()
+    solver = torch.optim.LBFGS([w, bias], max_iter=max_steps, tolerance_grad=1e-4, tolerance_change=1e-9,
                                history_size=20, line_search_fn="strong_wolfe")
 
     def objective():
         solver.zero_grad()
-        value = F.cross_entropy(x @ w + bias, train_labels) + l2 / 2 * w.square().sum()
+        value = F.cross_entropy(F.linear(x, w, bias), train_labels) + l2 / 2 * w.square().sum()
         value.backward()
-        return value
+        return value.detach()
 
-    with torch.enable_grad():
-        solver.step(objective)
-    right = (((test - mean) / std) @ w + bias).argmax(1) == test_labels
+    solver.step(objective)
+    right = F.linear((test - mean) / std, w, bias).argmax(1) == test_labels
     return 100 * float(right.float().mean())
 
 
@@ -1094,7 +1090,8 @@ class Training:
         _require(0 < lr < INF, "lr", lr, "a number above 0")
         self.encoder, self.images, self.criterion = encoder.to(memory_format=torch.channels_last), images, criterion
         self.epochs, self.seed, self.schedules = epochs, seed, schedules or {}
-        self.batches = -(-n // min(batch_size, n))
+        self.batch_size = min(batch_size, n)
+        self.batches = -(-n // self.batch_size)
         self.steps, self.epoch, self.lr = epochs * self.batches, 0, lr
         self.bfloat16 = _has_bfloat16(images.train.device) if bfloat16 is None else bfloat16
         self.true_positives = true_positives
