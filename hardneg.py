@@ -29,8 +29,8 @@ Symbols
     margin      η of the triplet loss, in the unit of a squared distance                   [2]
 
 Sections
-    1 Similarities   2 Weights      3 Objectives   4 The loss        5 Views
-    6 Images         7 Encoders     8 Generators   9 Evaluation     10 Training
+    1 Similarities   2 Weights      3 Objectives   4 The loss   5 Views
+    6 Images         7 Encoders     8 Evaluation   9 Training
 
 Everything stays in the log domain: e^{(1+β)/t} leaves float32 at t = 0.02 already, its logarithm never does.
 
@@ -550,11 +550,12 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self):
         o = self.resolved
-        used = {"temperature": None, **dict.fromkeys(_takes(WEIGHTS[o.weights]) + _takes(OBJECTIVES[o.objective]))}
+        used = dict.fromkeys(("temperature", *_takes(WEIGHTS[o.weights]) + _takes(OBJECTIVES[o.objective])))
         shown = {name: getattr(o, name) for name in used if hasattr(o, name)}
-        shown = {"weights": o.weights, "objective": o.objective, **shown, **self.options}
-        shown |= {name: f"{float(value.detach()):g} (learned)" for name, value in self._parameters.items()}
-        return ", ".join([repr(shown.pop("loss"))] + [f"{name}={value}" for name, value in shown.items()])
+        given = {name: value for name, value in self.options.items() if value is not None}
+        shown = {"weights": o.weights, "objective": o.objective, **shown, **given}
+        shown |= {f"learned {name}": float(value.detach()) for name, value in self._parameters.items()}
+        return ", ".join([repr(shown.pop("loss"))] + [f"{name}={value!r}" for name, value in shown.items()])
 
 
 def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin, detach_weights,
@@ -783,7 +784,7 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
                train/ and test/ (or val/)
     root       where torchvision's sets are, or are downloaded to
     size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its own
-               side if it is square and at most 96, else 32, 64 or 96
+               (even) side if it is square and at most 96, else 32, 64 or 96
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
     A file that cannot be read as an image is named in a warning and left out.
     """
@@ -801,7 +802,7 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
 TORCHVISION = {  # name: (class in torchvision.datasets, arguments of the training set, of the test set)
     "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
     "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
-    "stl10": ("STL10", {"split": "train"}, {"split": "test"}),
+    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # the unlabelled have label −1
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
@@ -871,8 +872,8 @@ def _read_images(files, size):
     def read(path, size):
         picture = default_loader(path)
         if size is None:
-            side = min(picture.size)
-            size = side if picture.size == (side, side) and side <= 96 else 32 if side < 64 else 64 if side < 96 else 96
+            side = min(picture.size) // 2 * 2
+            size = side if max(picture.size) <= min(96, side + 1) else 32 if side < 64 else 64 if side < 96 else 96
         if picture.size != (size, size):
             picture = T.center_crop(T.resize(picture, size, T.InterpolationMode.BICUBIC), size)
         return T.pil_to_tensor(picture)
@@ -899,15 +900,16 @@ def _read_images(files, size):
 class Encoder(nn.Module):
     """A backbone that gives features and a two-layer head that gives the embedding for the loss.
 
-    name: "small" (four convolutions, a minute on a CPU), "resnet18", "resnet50". Images (B, 3, H, W) in [0, 1] → features
-    (B, features), embeddings (B, dim). The features are what is kept after training. Networks from torchvision get a
-    3 × 3 first convolution and no max-pooling when `size`, the side of the images, is at most 64.
-    Ref: [6] App. B.9 for the small images, [1] App. C for the head
+    name: "small" (four convolutions, a minute on a CPU), "resnet18" or "resnet50"; dim: of the embedding; size: side of the
+    images. Images (B, 3, H, W) in [0, 1] → features (B, self.features), embeddings (B, dim). The features are what is kept
+    after training. torchvision's networks get a 3 × 3 first convolution and no max-pooling for images of at most 64 pixels.
+    Ref: [6] App. B.9 for small images; [1] App. C
     """
 
     def __init__(self, name="small", dim=128, size=32):
         super().__init__()
         _require(name in ("small", "resnet18", "resnet50"), "encoder", name, "small, resnet18 or resnet50")
+        _require(size % 2 == 0 or name != "small", "size", size, "even for the small encoder")
         self.name, self.dim, self.size = name, dim, size
         if name == "small":
             widths, layers = (12, 32, 64, 128, 256), [nn.PixelUnshuffle(2)]  # 2 × 2 pixels at once: half the work
@@ -926,20 +928,14 @@ class Encoder(nn.Module):
                 self.backbone.maxpool = nn.Identity()
         hidden = max(self.features, 2 * dim)
         self.head = nn.Sequential(nn.Linear(self.features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, dim))
-        self.register_buffer("mean", torch.tensor((0.5, 0.5, 0.5)).view(3, 1, 1), persistent=False)
 
     def forward(self, images):
-        x = (images - self.mean) * 4
-        features = self.backbone(x)
+        features = self.backbone(4 * images - 2)  # about mean 0 and variance 1
         return features, self.head(features)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 8. Generators
-# ---------------------------------------------------------------------------------------------------------------------
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 9. Evaluation: what has been learned, by numbers; nothing here changes the encoder
+# 8. Evaluation: what has been learned, by numbers; nothing here changes the encoder
 # ---------------------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -1034,108 +1030,119 @@ def tolerance(z, labels):
 
 
 def evaluate(encoder, images):
-    """Linear readout and kNN accuracy of the features in percent, uniformity and tolerance of the embeddings of the test set.
+    """Linear readout and kNN accuracy of the features in percent; uniformity and tolerance of the test set's embeddings.
 
-    encoder: an Encoder, or None for the raw pixels. → dict
+    encoder: an Encoder, or None for the pixels themselves (averaged to 32 × 32 where there are more). → dict of floats.
+    Training images without a label (−1) are left out.
     """
+    labelled = images.train_labels >= 0
+    train, labels = images.train[labelled], images.train_labels[labelled]
     if encoder is None:
-        train, test = (x.flatten(1).float() / 255 for x in (images.train, images.test))
+        train, test = (F.adaptive_avg_pool2d(x / 255, min(32, x.shape[-1])).flatten(1) for x in (train, images.test))
         z = unit(test)
     else:
-        (train, _), (test, z) = embed(encoder, images.train), embed(encoder, images.test)
-    labelled = train, images.train_labels, test, images.test_labels
-    return {"linear": linear_readout(*labelled), "knn": knn_accuracy(*labelled), "uniformity": float(uniformity(z)),
+        (train, _), (test, z) = embed(encoder, train), embed(encoder, images.test)
+    sets = train, labels, test, images.test_labels
+    return {"linear": linear_readout(*sets), "knn": knn_accuracy(*sets), "uniformity": float(uniformity(z)),
             "tolerance": float(tolerance(z, images.test_labels))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 10. Training: one loop, and one short step for each method
+# 9. Training: one loop, and one short step for each method
 # ---------------------------------------------------------------------------------------------------------------------
 
-def simclr_step(encoder, images, criterion, generator, partners=None, **options):
-    """Two random views of each image, one pass of the encoder, the loss: SimCLR with any of the losses.
+def simclr_step(encoder, images, criterion, generator, partners=None, view_options=None, **options):
+    """Two random views of each image, one pass through the encoder, the loss: SimCLR with any of the losses.
 
-    images (B, 3, H, W) → loss, statistics. partners (B, 3, H, W): other images whose views are the positives instead.
-    Ref: [6] Algorithm 1; partners: "true positives", [1] Fig. 2
+    images (B, 3, H, W) → loss, statistics. partners (B, 3, H, W): images whose views are the positives instead, "true
+    positives" where they are of the same class. options: of the loss, for this step.
+    Ref: [6] Algorithm 1; [1] Fig. 2 for partners
     """
-    views = torch.cat([view(images, generator), view(images if partners is None else partners, generator)])
+    others = images if partners is None else partners
+    views = torch.cat([view(x, generator, **view_options or {}) for x in (images, others)])
     _, z = encoder(views.contiguous(memory_format=torch.channels_last))
     return criterion(*z.chunk(2), return_stats=True, **options)
 
 
 class Training:
-    """The loop: for progress in Training(encoder, images): ... trains the encoder, and says after each step how it goes.
+    """The loop: `for progress in Training(encoder, images, criterion): ...` trains the encoder, step by step.
 
     encoder          an Encoder, trained where it is
-    images           an Images on the encoder's device; labels are looked at by true_positives alone
+    images           an Images on the encoder's device; only true_positives looks at the labels
     criterion        a ContrastiveLoss
-    epochs, batch_size   each epoch goes through all images once, in batches of nearly the same size, at most batch_size
+    epochs, batch_size   every epoch goes through all images once, in batches of nearly one size, at most batch_size
     lr, weight_decay     of AdamW; the rate climbs for the first tenth of the run and falls to 0 by a cosine
     schedules        {option of the loss: function of the progress in [0, 1]}, such as {"alpha": lambda p: lead_in(p, 0.1)}
-    true_positives   the second view is of a random image of the same class
+    view_options     options of `view`
+    true_positives   the second view is of another image of the same class, at random
     bfloat16         autocast for the encoder; None: where the hardware has it
-    seed             of order and views: the same seed on the same machine gives the same run
+    seed             of order and views: on one machine the same seed gives the same run
 
-    Each step yields {"epoch", "step", "steps", "images", "loss", "clamped", "ess", "positive", "negative", "lr"}, with
-    tensors on the device. It stops with a FloatingPointError when the loss is not finite. state_dict() after an epoch and
-    load_state_dict() before the first step continue a run to the same end.
+    A step yields {"epoch", "step", "steps", "images", "loss", "clamped", "ess", "positive", "negative"} and the scheduled
+    options; figures are 0-d tensors on the device. A loss that is not finite stops the run with a FloatingPointError.
+    After an epoch's last step state_dict() holds all that load_state_dict() needs to continue to the same end.
     """
 
-    def __init__(self, encoder, images, criterion, epochs=20, batch_size=256, lr=3e-3, weight_decay=1e-4, schedules=None,
-                 true_positives=False, bfloat16=None, seed=0):
-        n = len(images.train)
-        _require(n >= 2, "images", n, "at least 2 images to train on: one has no negatives")
+    def __init__(self, encoder, images, criterion, epochs=14, batch_size=256, lr=6e-3, weight_decay=1e-4, schedules=None,
+                 view_options=None, true_positives=False, bfloat16=None, seed=0):
+        n, device = len(images.train), images.train.device
+        _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
         _require(epochs >= 1, "epochs", epochs, "at least 1")
         _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
         _require(0 < lr < INF, "lr", lr, "a number above 0")
         self.encoder, self.images, self.criterion = encoder.to(memory_format=torch.channels_last), images, criterion
-        self.epochs, self.seed, self.schedules = epochs, seed, schedules or {}
+        self.epoch, self.epochs, self.lr, self.seed = 0, epochs, lr, seed
         self.batch_size = min(batch_size, n)
-        self.batches = -(-n // self.batch_size)
-        self.steps, self.epoch, self.lr = epochs * self.batches, 0, lr
-        self.bfloat16 = _has_bfloat16(images.train.device) if bfloat16 is None else bfloat16
-        self.true_positives = true_positives
-        self.parameters = [*encoder.parameters(), *criterion.parameters()]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay)
+        self.batches = min(-(-n // self.batch_size), n // 2)  # none of a single image, not even if batch_size is 2
+        self.schedules, self.view_options, self.true_positives = schedules or {}, view_options, true_positives
+        self.bfloat16 = _has_bfloat16(device) if bfloat16 is None else bfloat16
+        self.generator = torch.Generator(device)
+        self.optimizer = torch.optim.AdamW([*encoder.parameters(), *criterion.parameters()], lr, weight_decay=weight_decay)
+
+    @property
+    def steps(self):
+        return self.epochs * self.batches
 
     def __iter__(self):
-        device = self.images.train.device
-        generator = torch.Generator(device)
+        n, device = len(self.images.train), self.images.train.device
         while self.epoch < self.epochs:
-            generator.manual_seed(self.seed * 100_003 + self.epoch)  # an epoch's randomness is its own: it can be resumed
-            order = torch.randperm(len(self.images.train), generator=generator, device=device)
-            partners = self._partners(generator) if self.true_positives else None
-            self.encoder.train()
+            self.generator.manual_seed(self.seed * 100_003 + self.epoch)  # what is random in an epoch is its own: it resumes
+            order = torch.randperm(n, generator=self.generator, device=device)
+            partners = self._partners() if self.true_positives else None
+            first = self.epoch * self.batches
             for k, index in enumerate(order.tensor_split(self.batches)):
-                yield self._step(self.epoch * self.batches + k, index, partners, generator)
-            self.epoch += 1
+                progress = self._step(first + k, index, None if partners is None else partners[index])
+                self.epoch += k + 1 == self.batches
+                yield progress
 
-    def _step(self, step, index, partners, generator):
+    def _step(self, step, index, partners):
         progress = step / self.steps
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr * min(10 * (step + 1) / self.steps, 1) * (1 + math.cos(math.pi * progress)) / 2
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}
-        with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-            loss, stats = simclr_step(self.encoder, self.images.train[index], self.criterion, generator,
-                                      None if partners is None else self.images.train[partners[index]], **options)
-        if not loss.isfinite():
-            raise FloatingPointError(f"the loss is {float(loss)} in step {step + 1} of {self.steps}: lower lr ({self.lr:g})")
-        self.optimizer.zero_grad(set_to_none=True)
+        images = self.images.train
+        self.encoder.train()
+        try:
+            with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
+                loss, stats = simclr_step(self.encoder, images[index], self.criterion, self.generator,
+                                          None if partners is None else images[partners], self.view_options, **options)
+            _require(bool(loss.isfinite()), "the loss", float(loss), "finite")
+        except ValueError as error:
+            raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. Is lr ({self.lr:g}) too high?") from error
+        self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
         return {"epoch": self.epoch, "step": step + 1, "steps": self.steps, "images": len(index), "loss": loss.detach(),
                 **stats, **options}
 
-    def _partners(self, generator):
-        """For every image another one of its class, at random: the next in a random order of the class."""
+    def _partners(self):
+        """For every image the index of another one of its class; its own where there is none, or no label."""
         labels = self.images.train_labels
-        order = torch.randperm(len(labels), generator=generator, device=labels.device)
-        order = order[labels[order].argsort(stable=True)]  # class after class
-        starts = labels.bincount().cumsum(0) - labels.bincount()
-        place = torch.arange(len(labels), device=labels.device) + 1
-        wraps = torch.cat([labels[order][1:] != labels[order][:-1], torch.ones_like(labels[:1], dtype=torch.bool)])
-        partners = torch.empty_like(order)
-        partners[order] = order[torch.where(wraps, starts[labels[order]], place)]
+        partners = torch.arange(len(labels), device=labels.device)
+        for c in labels[labels >= 0].unique():
+            members = (labels == c).nonzero()[:, 0]
+            members = members[torch.randperm(len(members), generator=self.generator, device=labels.device)]
+            partners[members] = members.roll(1)
         return partners
 
     def state_dict(self):
@@ -1144,14 +1151,13 @@ class Training:
 
     def load_state_dict(self, state):
         self.epoch = state["epoch"]
-        self.encoder.load_state_dict(state["encoder"])
-        self.criterion.load_state_dict(state["criterion"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for name in ("encoder", "criterion", "optimizer"):
+            getattr(self, name).load_state_dict(state[name])
 
 
 def _has_bfloat16(device):
-    """Whether bfloat16 is worth it: it is emulated, and slow, where the hardware does not have it."""
+    """Whether the hardware has bfloat16: where it is emulated, it is slow."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return device.type == "cpu" and bool(capabilities.get("avx512_bf16"))
+    return device.type == "cpu" and bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

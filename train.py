@@ -108,8 +108,9 @@ def run(args):
         schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
     images = hardneg.load(args.data, args.root, args.size, args.fraction).to(device)
     encoder = hardneg.Encoder(args.encoder, size=images.train.shape[-1]).to(device)
+    view_options = {"blur": 0.5} if images.train.shape[-1] > 64 else {}  # blurred, small images lose what they show
     training = hardneg.Training(encoder, images, criterion, args.epochs, args.batch_size, args.lr, args.weight_decay,
-                                schedules, args.true_positives, seed=args.seed)
+                                schedules, view_options, args.true_positives, seed=args.seed)
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, {len(images.classes)} classes, "
           f"{images.train.shape[-1]} × {images.train.shape[-1]} pixels, on {device}")
     print(criterion)
@@ -120,8 +121,6 @@ def run(args):
     if state["before"] is None:
         print("how well the classes can be told by the raw pixels, and by the encoder before it is trained …", flush=True)
         state["before"] = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
-        if args.resume and training.epoch:
-            raise AssertionError("a checkpoint holds what came before it")
     learn(args, training, state, same)
     report(args, state, hardneg.evaluate(encoder, images), len(images.train))
 
@@ -161,8 +160,7 @@ def learn(args, training, state, same):
         if progress["step"] % training.batches == 0:
             state["history"].append({name: float(torch.stack(values).mean()) for name, values in sums.items()})
             state["seconds"] += time.perf_counter() - start
-            save(args.out / "checkpoint.pt", {**state, "args": same, "training": training.state_dict()
-                                              | {"epoch": training.epoch + 1}})
+            save(args.out / "checkpoint.pt", {**state, "args": same, "training": training.state_dict()})
             sums, start, images = {}, time.perf_counter(), 0
     bar.close()
 
