@@ -160,17 +160,17 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
         tolerance = 1e-12 if log_kernel.dtype == torch.float64 else 1e-5
     allowed = log_kernel > -INF
     rows, columns = allowed.any(1), allowed.any(0)
-    log_a, log_b = -rows.sum().to(log_kernel.dtype).log(), -columns.sum().to(log_kernel.dtype).log()
+    log_a, log_b = (-mask.sum().clamp_min(1).to(log_kernel.dtype).log() for mask in (rows, columns))
     f, g = log_kernel.new_zeros(len(rows)), log_kernel.new_zeros(len(columns))
-    for _ in range(max_steps):
+    for step in range(max_steps + 1):
         f_next = (log_a - _logsumexp(log_kernel + g)).masked_fill(~rows, 0)
         error = log_a.exp() * (torch.expm1(f - f_next).abs() * rows).sum()  # row i of P sums to e^{f − f_next} / A
-        if not _known(error) or error <= tolerance:
+        if step == max_steps or step > 0 and (not _known(error) or error <= tolerance):
             break
         f = f_next
         g = (log_b - _logsumexp(log_kernel + f[:, None], 0)).masked_fill(~columns, 0)
-    else:
-        _warn_once("sinkhorn", f"Sinkhorn: {float(error):.1e} of the mass still in the wrong place after {max_steps} "
+    if _known(error) and not error <= tolerance:
+        _warn_once("sinkhorn", f"Sinkhorn: {float(error.detach()):.1e} of the mass still in the wrong place after {step} "
                    f"steps (tolerance {tolerance:.0e}): raise epsilon, or check that labels leave enough candidates")
     return f, g, error
 
@@ -363,7 +363,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
         size = _block_size(anchors, candidates) if block_size is None else block_size
         if size == 0:
             losses, figures = rule(slice(None), *tensors)
-        elif torch.is_grad_enabled():
+        elif torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in tensors):
             losses, figures = _Blockwise.apply(rule, size, reduction, *tensors)
         else:
             losses, figures, _ = _sweep(rule, size, tensors)
@@ -592,11 +592,12 @@ def _check_embeddings(views, negatives, labels):
         _require(b >= 2, "views", shapes, "of at least 2 samples: with B = 1 there is no negative")
     else:
         k = len(negatives)
-        _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d, "negatives", tuple(negatives.shape),
-                 f"a tensor (K, {d}) of at least 1 row")
+        _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d and negatives.is_floating_point(), "negatives",
+                 f"{tuple(negatives.shape)} {negatives.dtype}", f"a tensor (K, {d}) of at least 1 row, of a floating dtype")
     if labels is not None:
-        _require(len(labels) in (b, b + k), "labels", f"{len(labels)} of them", f"{b} of them, one a sample"
-                 + (f", or {b + k}, one a sample and one a row of negatives" if k else ""))
+        shape = tuple(torch.as_tensor(labels).shape)
+        _require(shape in ((b,), (b + k,)), "labels", f"of shape {shape}", f"({b},), one for each sample"
+                 + (f", or ({b + k},), also one for each row of negatives" if k else ""))
     given = {f"views[{i}]": x for i, x in enumerate(views)} | ({} if negatives is None else {"negatives": negatives})
     finite = torch.stack([x.isfinite().all() for x in given.values()])
     if _known(finite) and not finite.all():  # the only time the device is waited for
@@ -1126,7 +1127,7 @@ class Training:
             with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
                 loss, stats = simclr_step(self.encoder, images[index], self.criterion, self.generator,
                                           None if partners is None else images[partners], self.view_options, **options)
-            _require(bool(loss.isfinite()), "the loss", float(loss), "finite")
+            _require(bool(loss.isfinite()), "the loss", float(loss.detach()), "finite")
         except ValueError as error:
             raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. Is lr ({self.lr:g}) too high?") from error
         self.optimizer.zero_grad()

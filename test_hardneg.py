@@ -1,0 +1,1602 @@
+"""What hardneg.py has to keep, in groups; python -m pytest test_hardneg.py -k TestOracle runs one of them.
+
+    TestOracle       every loss and every piece of it, value and gradient, against reference_numpy.py
+    TestLimits       every method where it turns into another one
+    TestInvariants   what must not change a loss, and what a gradient must add up to
+    TestEdges        small, extreme and wrong input
+    TestDevices      an accelerator, by tensors that have a device and no data
+    TestDraw, TestSchedules, TestSinkhorn
+    TestViews, TestImages, TestEncoders, TestEvaluation, TestTraining
+    TestCommandLine  train.py, mistakes and Ctrl-C included
+    TestReadme       what the README says
+
+Rows come from seeds, so that ties between similarities, where some of the losses have a kink, do not
+happen by chance.
+"""
+import gc
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torchvision import datasets
+from torchvision.transforms import functional as transforms
+
+import hardneg
+import reference_numpy as oracle
+import train
+
+HERE = Path(__file__).resolve().parent
+
+settings.register_profile("hardneg", max_examples=15, deadline=None, derandomize=True, print_blob=True,
+                          database=None,
+                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+settings.load_profile("hardneg")
+
+INF = math.inf
+PRESETS = sorted(hardneg.PRESETS)
+PAIRS = [(w, o) for w in hardneg.WEIGHTS for o in hardneg.OBJECTIVES]
+SEEDS = st.integers(0, 2**32 - 1)
+SIZES = {"v": st.integers(2, 4), "b": st.integers(2, 4), "d": st.integers(2, 4)}
+
+
+@pytest.fixture
+def fresh_warnings(monkeypatch):
+    """As if nothing had been warned of before."""
+    monkeypatch.setattr(hardneg, "_warned", set())
+
+
+def numpy(x):
+    return x.detach().double().numpy() if torch.is_tensor(x) else np.asarray(x, dtype=np.float64)
+
+
+def close(got, want, tolerance, floor=1.0):
+    """One shape, −∞ in the same places, elsewhere within `tolerance` of the largest number, or of floor."""
+    got, want = numpy(got), numpy(want)
+    assert got.shape == want.shape
+    scale = max(floor, np.abs(want[np.isfinite(want)]).max(initial=0))
+    with np.errstate(invalid="ignore"):
+        off = np.where(got == want, 0, np.abs(got - want))
+    assert (off <= tolerance * scale).all(), f"off by {off.max() / scale:.1e}: {got} instead of {want}"
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def tensors(x, v, k=0, dtype=torch.float64, grad=False):
+    """Rows (V·B + K, D) as V views and, where K > 0, the bank: list of views, options."""
+    x = torch.as_tensor(x).to(dtype)
+    parts = [part.clone().requires_grad_(grad) for part in x[:len(x) - k].chunk(v)]
+    return parts, {"negatives": x[len(x) - k:].clone().requires_grad_(grad)} if k else {}
+
+
+def ours(x, v, k=0, dtype=torch.float64, weight=None, **options):
+    """Value and gradient with respect to all rows by hardneg; `weight` adds up losses not reduced."""
+    views, bank = tensors(x, v, k, dtype, grad=True)
+    value = hardneg.contrastive_loss(*views, **bank, **options)
+    leaves = [*views, *bank.values()]
+    scalar = value if weight is None else value @ torch.as_tensor(weight).to(value.dtype)
+    return value.detach(), torch.cat(torch.autograd.grad(scalar, leaves))
+
+
+def theirs(x, v, k=0, weight=None, **options):
+    """The same by the oracle."""
+    def loss(rows):
+        views = np.split(rows[:len(rows) - k], v)
+        return oracle.contrastive_loss(*views, **({"negatives": rows[len(rows) - k:]} if k else {}),
+                                       **options)
+    return loss(x), oracle.gradient(loss if weight is None else lambda rows: loss(rows) @ weight, x)
+
+
+def agree(x, v, k=0, tolerance=1e-10, dtype=torch.float64, block_size=None, weight=None, **options):
+    value, gradient = ours(x, v, k, dtype, weight, block_size=block_size, **options)
+    wanted_value, wanted_gradient = theirs(x, v, k, weight, **options)
+    close(value, wanted_value, tolerance)
+    close(gradient, wanted_gradient, tolerance, floor=1e-3)
+
+
+def couples(b, v, k, labels):
+    """Whether a coupling exists that uses every allowed entry: else no number of Sinkhorn steps is enough."""
+    owners = np.arange(b) if labels is None else np.asarray(labels[:b])
+    if k:
+        others = np.asarray(labels[b:]) if labels is not None and len(labels) == b + k else np.full(k, -1)
+        allowed = owners[:, None] != others
+    else:
+        allowed = np.tile(owners, v)[:, None] != np.tile(owners, v)
+    kernel = np.where(allowed, 0, -INF)
+    return bool((oracle.usable(allowed) == allowed).all()) and oracle.sinkhorn(kernel)[3] < 1e-6
+
+
+def masked_logits(seed, a, n, share=0.3, empty=False):
+    """Logits (a, n), a share of them −∞ but never a whole row, other than the first if `empty`."""
+    rng = np.random.default_rng(seed)
+    logits = rng.uniform(-2, 2, (a, n))
+    hidden = rng.random((a, n)) < share
+    hidden[np.arange(a), rng.integers(n, size=a)] = False
+    logits[hidden] = -INF
+    if empty:
+        logits[0] = -INF
+    return logits
+
+
+# What the weights take in the tests of pieces, and what the losses do
+WEIGHT_OPTIONS = {"uniform": {}, "tilted": {"beta": 1.5}, "hardest": {}, "top": {"alpha": 0.35},
+                  "transported": {"epsilon": 0.4, "temperature": 0.5}}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The oracle
+# ------------------------------------------------------------------------------------------------------------
+
+class TestOracle:
+    """Value and gradient as the papers' formulas have them: to 1e-10 in float64, to 1e-4 in float32."""
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @settings(max_examples=10)
+    @given(seed=SEEDS, **SIZES, t=st.floats(0.2, 2), block_size=st.sampled_from([None, 0, 1, 3]))
+    def test_preset(self, loss, seed, v, b, d, t, block_size):
+        x = normal(seed, v * b, d)
+        agree(x, v, loss=loss, temperature=t, block_size=block_size)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @settings(max_examples=6)
+    @given(seed=SEEDS, **SIZES)
+    def test_preset_in_float32(self, loss, seed, v, b, d):
+        agree(normal(seed, v * b, d).astype(np.float32), v, loss=loss, dtype=torch.float32, tolerance=1e-4)
+
+    @pytest.mark.parametrize("weights, objective", PAIRS)
+    @settings(max_examples=5)
+    @given(seed=SEEDS, **SIZES, tau_plus=st.sampled_from([0.0, 0.1, 0.3]), beta=st.floats(0, 5),
+           alpha=st.floats(0.05, 1),
+           epsilon=st.floats(0.2, 2), margin=st.floats(0, 1))
+    def test_every_pair(self, weights, objective, seed, v, b, d, tau_plus, beta, alpha, epsilon, margin):
+        agree(normal(seed, v * b, d), v, weights=weights, objective=objective, tau_plus=tau_plus, beta=beta,
+              alpha=round(alpha, 2), epsilon=epsilon, margin=margin)
+
+    @pytest.mark.parametrize("weights, objective", PAIRS)
+    @settings(max_examples=4)
+    @given(seed=SEEDS, v=st.integers(2, 3), b=st.integers(2, 4), d=st.integers(2, 4), k=st.integers(1, 6),
+           detach=st.sampled_from([None, True]), tau_plus=st.sampled_from([0.0, 0.2]),
+           labelled=st.sampled_from("nbk"))
+    def test_bank(self, weights, objective, seed, v, b, d, k, detach, tau_plus, labelled):
+        labels = {"n": None, "b": b, "k": b + k}[labelled]
+        if labels is not None:
+            labels = np.random.default_rng(seed).integers(3, size=labels)
+        assume(weights != "transported" or couples(b, v, k, labels))
+        agree(normal(seed, v * b + k, d), v, k, weights=weights, objective=objective, detach_weights=detach,
+              labels=labels,
+              tau_plus=tau_plus)
+
+    @pytest.mark.parametrize("weights, objective", PAIRS)
+    @settings(max_examples=4)
+    @given(seed=SEEDS, v=st.integers(2, 3), b=st.integers(3, 5), classes=st.integers(2, 4),
+           block_size=st.sampled_from([None, 0, 1, 3]))
+    def test_labels(self, weights, objective, seed, v, b, classes, block_size):
+        labels = np.random.default_rng(seed).integers(classes, size=b)
+        assume(weights != "transported" or couples(b, v, 0, labels))
+        agree(normal(seed, v * b, 3), v, weights=weights, objective=objective, labels=labels,
+              block_size=block_size)
+
+    @pytest.mark.parametrize("detach", [True, False])
+    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
+    @settings(max_examples=5)
+    @given(seed=SEEDS, **SIZES, tau_plus=st.sampled_from([0.0, 0.1]))
+    def test_detached_weights(self, weights, detach, seed, v, b, d, tau_plus):
+        # Unrolled Sinkhorn stops when the marginals are right to 1e-12; its derivative is still settling then
+        tolerance = 1e-7 if weights == "transported" and not detach else 1e-10
+        agree(normal(seed, v * b, d), v, weights=weights, objective="nce", detach_weights=detach,
+              tau_plus=tau_plus,
+              tolerance=tolerance)
+
+    @pytest.mark.parametrize("cost, epsilon",
+                             [("sqeuclidean", 0.2), ("sqeuclidean", 1.0), ("exp", 1.0), ("exp", 5.0)])
+    @settings(max_examples=5)
+    @given(seed=SEEDS, **SIZES, kappa=st.floats(2, 4), tau_plus=st.sampled_from([0.0, 0.1]))
+    def test_ground_costs(self, cost, epsilon, seed, v, b, d, kappa, tau_plus):
+        agree(normal(seed, v * b, d), v, loss="ot", cost=cost, epsilon=epsilon, kappa=kappa,
+              tau_plus=tau_plus)
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    @pytest.mark.parametrize("block_size", [None, 0, 1, 3])
+    @pytest.mark.parametrize("normalize", [True, False])
+    @settings(max_examples=3)
+    @given(seed=SEEDS, loss=st.sampled_from(PRESETS))
+    def test_reductions_and_blocks(self, reduction, block_size, normalize, seed, loss):
+        x, weight = normal(seed, 8, 3), normal(seed + 1, 8) if reduction == "none" else None
+        # Rows as they are can be long: half of them keeps the cost of a coupling within ε
+        agree(x if normalize else x / 2, 2, loss=loss, reduction=reduction, block_size=block_size,
+              normalize=normalize,
+              weight=weight)
+
+    @settings(max_examples=15)
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), name=st.sampled_from(sorted(WEIGHT_OPTIONS)),
+           alpha=st.floats(0.01, 1), beta=st.floats(0, 20))
+    def test_weights(self, seed, a, n, name, alpha, beta):
+        options = WEIGHT_OPTIONS[name] | {"top": {"alpha": round(alpha, 2)},
+                                          "tilted": {"beta": beta}}.get(name, {})
+        logits = masked_logits(seed, a, n, empty=a > 1 and name != "transported")
+        allowed = logits > -INF
+        assume(name != "transported" or (oracle.usable(allowed) == allowed).all()
+               and oracle.sinkhorn(np.where(allowed, 0, -INF))[3] < 1e-6)
+        close(getattr(hardneg, name)(torch.tensor(logits), **options),
+              getattr(oracle, name)(logits, **options), 1e-10)
+
+    @pytest.mark.parametrize("alpha, n, kept",
+                             [(0.07, 100, 7), (0.1, 10, 1), (0.3, 10, 3), (0.01, 10, 1), (0.55, 3, 2)])
+    def test_top_keeps_the_ceiling(self, alpha, n, kept):
+        logits = torch.tensor(normal(n, 1, n))
+        assert (hardneg.top(logits, alpha) == 0).sum() == kept
+        close(hardneg.top(logits, alpha), oracle.top(logits.numpy(), alpha), 0)
+
+    def test_ties_stay_together(self):
+        logits = torch.tensor([[1., 3., 3., 2., 3., -INF], [1., 1., -INF, 1., 1., 1.]], dtype=torch.float64)
+        for name, options in (("hardest", {}), ("top", {"alpha": 0.2}), ("tilted", {"beta": 2.0})):
+            close(getattr(hardneg, name)(logits, **options), getattr(oracle, name)(logits.numpy(), **options),
+                  1e-14)
+
+    @pytest.mark.parametrize("weights", ["uniform", "tilted", "hardest", "top"])
+    @pytest.mark.parametrize("objective", sorted(hardneg.OBJECTIVES))
+    @settings(max_examples=8)
+    @given(seed=SEEDS, a=st.integers(2, 4), m=st.integers(1, 3), n=st.integers(1, 6),
+           tau_plus=st.sampled_from([0, 0.1, 0.4]),
+           t=st.floats(0.3, 2), margin=st.floats(0, 1))
+    def test_objectives(self, weights, objective, seed, a, m, n, tau_plus, t, margin):
+        pos, neg = normal(seed, a, m), masked_logits(seed, a, n, empty=True)
+        if objective == "ppcl":
+            pos[1:, 1:][normal(seed + 1, a - 1, m - 1) > 0] = -INF  # anchors with fewer positives
+        log_w = getattr(oracle, weights)(neg, **WEIGHT_OPTIONS[weights])
+        options = {"margin": margin} if objective == "triplet" else {}
+        if objective in ("nce", "ppcl"):
+            options = {"tau_plus": tau_plus, "temperature": t, "log_w_pos": oracle.tilted(pos, 0.7)}
+        mine = {name: torch.tensor(x) if name == "log_w_pos" else x for name, x in options.items()}
+        got = getattr(hardneg, objective)(*map(torch.tensor, (pos, neg, log_w)), **mine)
+        close(got, getattr(oracle, objective)(pos, neg, log_w, **options), 1e-10)
+
+    @settings(max_examples=25)
+    @given(seed=SEEDS, a=st.integers(1, 4), m=st.integers(1, 3), n=st.integers(1, 6),
+           tau_plus=st.floats(0, 0.9),
+           t=st.floats(0.3, 2))
+    def test_debiased(self, seed, a, m, n, tau_plus, t):
+        pos, neg = normal(seed, a, m), masked_logits(seed, a, n)
+        log_w, log_w_pos = oracle.tilted(neg, 0.5), oracle.tilted(pos, 0.5)
+        got = hardneg.debiased(*map(torch.tensor, (pos, neg, log_w)), tau_plus, t, torch.tensor(log_w_pos))
+        close(got, oracle.debiased(pos, neg, log_w, tau_plus, t, log_w_pos), 1e-10)
+
+    @settings(max_examples=15)
+    @given(seed=SEEDS, n=st.integers(3, 8), d=st.integers(2, 4), t=st.floats(0.5, 4))
+    def test_measures(self, seed, n, d, t):
+        x, y, labels = normal(seed, n, d), normal(seed + 1, n, d), np.arange(n) % 2
+        unit_x, unit_y = oracle.unit(x), oracle.unit(y)
+        x, y = torch.tensor(x), torch.tensor(y)
+        close(hardneg.unit(x), unit_x, 1e-14)
+        close(hardneg.uniformity(x, t), oracle.uniformity(unit_x, t), 1e-10)
+        close(hardneg.alignment(x, y), oracle.alignment(unit_x, unit_y), 1e-10)
+        close(hardneg.tolerance(x, torch.tensor(labels)), oracle.tolerance(unit_x, labels), 1e-10)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @settings(max_examples=6)
+    @given(seed=SEEDS, v=st.integers(2, 3), b=st.integers(2, 4), k=st.sampled_from([0, 0, 3]),
+           t=st.floats(0.1, 2),
+           tau_plus=st.sampled_from([None, 0.0, 0.3]), block_size=st.sampled_from([None, 0, 1, 3]))
+    def test_statistics(self, loss, seed, v, b, k, t, tau_plus, block_size):
+        x, options = normal(seed, v * b + k, 3), {"loss": loss, "temperature": t, "tau_plus": tau_plus}
+        views, bank = tensors(x, v, k)
+        value, stats = hardneg.contrastive_loss(*views, **bank, **options, block_size=block_size,
+                                                return_stats=True)
+        want = oracle.statistics(*map(numpy, views), **{n: numpy(z) for n, z in bank.items()}, **options)
+        assert stats.keys() == want.keys()
+        close(torch.stack([stats[name].double() for name in want]), np.array(list(want.values())), 1e-6)
+        close(value, hardneg.contrastive_loss(*views, **bank, **options), 1e-12)
+
+    def test_statistics_with_labels(self):
+        x, options = normal(3, 10, 3), {"loss": "hcl", "labels": np.array([0, 0, 1, 1, 2])}
+        stats = hardneg.contrastive_loss(*tensors(x, 2)[0], **options, return_stats=True)[1]
+        want = oracle.statistics(*np.split(x, 2), **options)
+        close(torch.stack([stats[name].double() for name in want]), np.array(list(want.values())), 1e-6)
+
+    @pytest.mark.parametrize("loss", ["hcl", "ppcl", "triplet"])
+    def test_complex_step_is_the_central_difference(self, loss):
+        x = normal(7, 8, 3)
+        def function(rows):
+            return oracle.contrastive_loss(*np.split(rows, 2), loss=loss)
+        close(oracle.gradient(function, x), oracle.central_difference(function, x), 1e-6)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("block_size", [None, 0, 3])
+    def test_learned_temperature(self, loss, block_size):
+        # `ot` through its weights: a difference of values cannot hold them constant
+        views, detach = tensors(normal(11, 8, 3), 2, grad=True)[0], False if loss == "ot" else None
+        options = {"loss": loss, "detach_weights": detach}
+        t = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        value = hardneg.contrastive_loss(*views, **options, temperature=t, block_size=block_size)
+        gradient, = torch.autograd.grad(value, t, allow_unused=True)
+        slope = oracle.central_difference(
+            lambda s: oracle.contrastive_loss(*map(numpy, views), **options, temperature=float(s)),
+                                          np.array(0.5))
+        close(0.0 if gradient is None else gradient, slope, 1e-7)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Limits
+# ------------------------------------------------------------------------------------------------------------
+
+class TestLimits:
+    """Every method turns into another one, or into a closed form, at the ends of its parameters."""
+
+    @pytest.mark.parametrize("options, other", [
+        ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.2}, {"loss": "debiased", "tau_plus": 0.2}),
+        ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.0}, {"loss": "simclr"}),
+        ({"loss": "debiased", "tau_plus": 0.0}, {"loss": "simclr"}),
+        ({"loss": "hard", "alpha": 1.0}, {"loss": "simclr"}),
+        ({"loss": "hard-simple", "alpha": 1.0}, {"loss": "simple"}),
+        ({"loss": "hard", "alpha": 1e-6}, {"loss": "hard", "alpha": 0.05}),  # both keep one
+    ])
+    @settings(max_examples=8)
+    @given(seed=SEEDS, **SIZES)
+    def test_same_loss(self, options, other, seed, v, b, d):
+        x = normal(seed, v * b, d)
+        for got, want in zip(ours(x, v, **options), ours(x, v, **other)):
+            close(got, want, 1e-12)
+
+    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4), block_size=st.sampled_from([None, 0, 3]))
+    def test_ppcl_without_labels_is_simclr(self, seed, b, d, block_size):
+        x = normal(seed, 2 * b, d)
+        for got, want in zip(ours(x, 2, loss="ppcl", block_size=block_size), ours(x, 2, loss="simclr")):
+            close(got, want, 1e-12)
+
+    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4))
+    def test_large_epsilon_is_simclr(self, seed, b, d):
+        x, epsilon = normal(seed, 2 * b, d), 1e4
+        # log w is at most 4 · 2/ε from 0
+        close(ours(x, 2, loss="ot", epsilon=epsilon)[0], ours(x, 2, loss="simclr")[0], 8 / epsilon)
+
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(2, 6))
+    def test_large_beta_is_hardest(self, seed, a, n):
+        logits = masked_logits(seed, a, n)
+        ordered = np.sort(logits, axis=1)
+        assume((ordered[:, -1] - ordered[:, -2] > 0.01).all())
+        logits = torch.tensor(logits)
+        close(hardneg.tilted(logits, 1e4).exp(), hardneg.hardest(logits).exp(), 1e-12)
+
+    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4))
+    def test_large_beta_is_the_worst_case(self, seed, b, d):
+        x, t = normal(seed, 2 * b, d), 0.5
+        losses = hardneg.contrastive_loss(*tensors(x, 2)[0], loss="hcl", beta=1e6, tau_plus=0, temperature=t,
+                                          reduction="none")
+        z = oracle.unit(x)
+        cosines, places = z @ z.T, np.arange(2 * b)
+        pos = cosines[places, (places + b) % (2 * b)][:, None]
+        neg = np.where((places[:, None] - places) % b == 0, -INF, cosines)
+        # E_q[M − s] falls below any gap only as fast as that between the two nearest candidates
+        ordered = np.sort(neg, axis=1)
+        assume((ordered[:, -1] - ordered[:, -2] > 1e-3).all())
+        close(losses, oracle.worst_case(pos / t, neg / t, 2 * (b - 1)), 1e-10)
+
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.sampled_from([0.1, 0.01, 0.001]))
+    def test_cold(self, seed, a, n, t):
+        pos, neg = np.random.default_rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
+        p, s = torch.tensor(pos), torch.tensor(neg)
+        off = numpy(t * hardneg.nce(p / t, s / t, hardneg.uniform(s))) - oracle.nce_cold(pos, neg)
+        assert (off >= -1e-12).all() and (off <= t * math.log(1 + n) + 1e-12).all()
+        close(hardneg.triplet(p, s, hardneg.hardest(s)), 2 * oracle.nce_cold(pos, neg), 1e-12)
+
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(2, 6))
+    def test_hot(self, seed, a, n):
+        pos, neg = np.random.default_rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
+        p, s = torch.tensor(pos), torch.tensor(neg)
+        once, twice = (numpy(hardneg.nce(p / t, s / t, hardneg.uniform(s))) - oracle.nce_hot(pos, neg, t)
+                       for t in (1000.0, 2000.0))
+        assume((np.abs(once) > 1e-8).all())  # the spread of the similarities does not vanish
+        close(once / twice, np.full(a, 4.0), 0.01)  # the remainder is O(1/t²)
+
+    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
+    def test_hot_hard_is_hard_simple(self, seed, b, d, alpha):
+        x, t = normal(seed, 2 * b, d), 1e3
+        kept = max(1, math.ceil(round(alpha * 2 * (b - 1), 9)))
+        hard = ours(x, 2, loss="hard", alpha=alpha, temperature=t)
+        flat = ours(x, 2, loss="hard-simple", alpha=alpha)
+        close(hard[0], math.log(1 + kept) + kept / (1 + kept) / t * flat[0], 2 / t**2)
+        close(t * hard[1], kept / (1 + kept) * flat[1], 10 / t)
+
+    @pytest.mark.parametrize("a, n", [(4, 4), (5, 5), (3, 6)])
+    @settings(max_examples=4)
+    @given(seed=SEEDS)
+    def test_small_epsilon_is_optimal_transport(self, a, n, seed):
+        cost = np.random.default_rng(seed).uniform(0, 2, (a, n))
+        kernel = torch.tensor(-cost / 0.05)
+        f, g, _ = hardneg.sinkhorn(kernel, tolerance=1e-7, max_steps=4000)
+        spent = float((torch.exp(f[:, None] + kernel + g) * torch.tensor(cost)).sum())
+        least = float((oracle.exact_coupling(cost) * cost).sum())
+        if a == n:
+            close(oracle.assignment_cost(cost), least, 1e-9)
+        assert least - 1e-6 <= spent <= least + 0.05 * math.log(n) + 1e-6  # ε times the most entropy there is
+
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.floats(0.1, 2),
+           epsilon=st.floats(0.05, 5))
+    def test_transported_without_marginals_is_tilted(self, seed, a, n, t, epsilon):
+        logits = torch.tensor(masked_logits(seed, a, n, empty=a > 1))
+        close(hardneg.transported(logits, epsilon, temperature=t,
+                                  potential=torch.zeros(n, dtype=torch.float64)),
+              hardneg.tilted(logits, t / epsilon), 1e-12)
+
+    @given(seed=SEEDS, n=st.integers(2, 6), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
+    def test_worst_case_bound(self, seed, n, beta, eps):
+        logits = masked_logits(seed, 1, n)
+        there = logits[0] > -INF
+        q = numpy(hardneg.tilted(torch.tensor(logits), beta))[0, there]
+        gap = np.sum(np.exp(q) / there.sum() * (logits.max() - logits[0, there]))
+        want, near, far = oracle.worst_case_bound(logits[0], beta, eps)
+        close(gap, want, 1e-10)
+        assert gap <= near + 1e-12 and near <= far + 1e-12
+
+    @pytest.mark.parametrize("alpha", [1.0, 0.4, 0.1])
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.floats(0.1, 2))
+    def test_softmax_gradients(self, alpha, seed, a, n, t):
+        pos, neg = np.random.default_rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
+        p, s = torch.tensor(pos, requires_grad=True), torch.tensor(neg, requires_grad=True)
+        loss = hardneg.nce(p / t, s / t, hardneg.top(s / t, alpha)).sum()
+        by_pos, by_neg = torch.autograd.grad(loss, (p, s))
+        ratio = numpy(by_neg) / np.abs(numpy(by_pos))
+        close(ratio, oracle.hard_gradient_ratio(neg, t, alpha), 1e-10)
+        if alpha == 1:
+            close(ratio, oracle.gradient_ratio(neg, t), 1e-10)
+            for got, want in zip((by_pos[:, 0], by_neg), oracle.softmax_gradients(pos, neg, t)):
+                close(got, want, 1e-10)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Invariants
+# ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("loss", PRESETS)
+class TestInvariants:
+    """What must not change a loss does not, for every preset."""
+
+    @settings(max_examples=6)
+    @given(seed=SEEDS, **SIZES)
+    def test_permuted_samples(self, loss, seed, v, b, d):
+        views = tensors(normal(seed, v * b, d), v)[0]
+        order = torch.tensor(np.random.default_rng(seed).permutation(b))
+        losses = hardneg.contrastive_loss(*views, loss=loss, reduction="none").view(v, b)
+        permuted = hardneg.contrastive_loss(*[x[order] for x in views], loss=loss, reduction="none")
+        close(permuted.view(v, b), losses[:, order], 1e-10)
+
+    @settings(max_examples=6)
+    @given(seed=SEEDS, **SIZES)
+    def test_swapped_views(self, loss, seed, v, b, d):
+        views = tensors(normal(seed, v * b, d), v)[0]
+        losses = hardneg.contrastive_loss(*views, loss=loss, reduction="none").view(v, b)
+        close(hardneg.contrastive_loss(*views[::-1], loss=loss, reduction="none").view(v, b), losses.flip(0),
+              1e-10)
+
+    @settings(max_examples=6)
+    @given(seed=SEEDS, **SIZES, k=st.sampled_from([0, 3]))
+    def test_rotation_and_scale(self, loss, seed, v, b, d, k):
+        x = normal(seed, v * b + k, d)
+        rotation = np.linalg.qr(normal(seed + 1, d, d))[0]
+        lengths = np.exp(normal(seed + 2, v * b + k, 1))
+        value, gradient = ours(x, v, k, loss=loss)
+        rotated_value, rotated_gradient = ours(x @ rotation, v, k, loss=loss)
+        close(rotated_value, value, 1e-10)
+        close(rotated_gradient, numpy(gradient) @ rotation, 1e-9, floor=1e-3)
+        scaled_value, scaled_gradient = ours(x * lengths, v, k, loss=loss)
+        close(scaled_value, value, 1e-10)
+        close(numpy(scaled_gradient) * lengths, gradient, 1e-9, floor=1e-3)
+        close((numpy(gradient) * x).sum(1), np.zeros(v * b + k), 1e-10)  # along the sphere
+
+    @settings(max_examples=6)
+    @given(seed=SEEDS, **SIZES, k=st.sampled_from([0, 3]), size=st.integers(1, 5),
+           reduction=st.sampled_from(["mean", "none"]))
+    def test_block_size(self, loss, seed, v, b, d, k, size, reduction):
+        x = normal(seed, v * b + k, d)
+        weight = normal(seed, b if k else v * b) if reduction == "none" else None
+        want = ours(x, v, k, weight=weight, loss=loss, reduction=reduction, block_size=0)
+        for got, expected in zip(ours(x, v, k, weight=weight, loss=loss, reduction=reduction,
+                                      block_size=size), want):
+            close(got, expected, 1e-12)
+
+    @settings(max_examples=6)
+    @given(seed=SEEDS, b=st.integers(2, 4), size=st.sampled_from([None, 0, 3]))
+    def test_reductions_add_up(self, loss, seed, b, size):
+        views = tensors(normal(seed, 2 * b, 3), 2)[0]
+        mean, total, each = (hardneg.contrastive_loss(*views, loss=loss, reduction=r, block_size=size)
+                             for r in ("mean", "sum", "none"))
+        assert mean.shape == total.shape == () and each.shape == (2 * b,)
+        close(each.sum(), total, 1e-12)
+        close(each.mean(), mean, 1e-12)
+
+
+class TestInvariantsOfPieces:
+    """What weights, couplings and gradients add up to."""
+
+    @pytest.mark.parametrize("name", sorted(set(WEIGHT_OPTIONS) - {"top"}))
+    @given(seed=SEEDS, a=st.integers(2, 4), n=st.integers(2, 6))
+    def test_weights_have_mean_one(self, name, seed, a, n):
+        logits = masked_logits(seed, a, n, share=0.15)
+        assume(name != "transported" or (oracle.usable(logits > -INF) == (logits > -INF)).all())
+        log_w = getattr(hardneg, name)(torch.tensor(logits), **WEIGHT_OPTIONS[name])
+        close(log_w.exp().sum(1), (logits > -INF).sum(1), 1e-12)
+        assert (numpy(log_w)[logits == -INF] == -INF).all()
+
+    @given(seed=SEEDS, a=st.integers(1, 5), n=st.integers(1, 6), epsilon=st.floats(0.2, 2))
+    def test_transported_has_uniform_columns(self, seed, a, n, epsilon):
+        w = hardneg.transported(torch.tensor(masked_logits(seed, a, n, share=0)), epsilon).exp()
+        close(w.mean(0), np.ones(n), 1e-10)
+
+    @pytest.mark.parametrize("alpha", [1.0, 0.4])
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.floats(0.05, 2))
+    def test_pull_equals_push(self, alpha, seed, a, n, t):
+        pos = torch.tensor(normal(seed, a, 1), requires_grad=True)
+        neg = torch.tensor(masked_logits(seed, a, n), requires_grad=True)
+        loss = hardneg.nce(pos / t, neg / t, hardneg.top(neg / t, alpha)).sum()
+        by_pos, by_neg = torch.autograd.grad(loss, (pos, neg))
+        assert (by_neg >= 0).all() and (by_pos <= 0).all()
+        close(by_neg.sum(1), -by_pos[:, 0], 1e-12)
+
+    @given(seed=SEEDS, a=st.integers(1, 4), m=st.integers(1, 3), n=st.integers(1, 6),
+           constant=st.floats(-50, 50))
+    def test_constant_on_every_logit(self, seed, a, m, n, constant):
+        pos, neg = torch.tensor(normal(seed, a, m)), torch.tensor(masked_logits(seed, a, n, empty=a > 1))
+        log_w = hardneg.tilted(neg, 1.5)
+        close(hardneg.tilted(neg + constant, 1.5), log_w, 1e-10)
+        close(hardneg.nce(pos + constant, neg + constant, log_w), hardneg.nce(pos, neg, log_w), 1e-10)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Edges
+# ------------------------------------------------------------------------------------------------------------
+
+def corners():
+    """Batches at the edge of what there can be, two views in one array, by name."""
+    x = normal(5, 8, 3)
+    return {"two samples": x[:4], "all rows equal": np.tile(x[:1], (8, 1)),
+            "opposite": np.concatenate([x[:4], -x[:4]]),
+            "two points": np.stack([x[0], -x[0]] * 4), "one zero row": x * (np.arange(8) != 2)[:, None],
+            "all zero": np.zeros((8, 3)), "tiny": x * 1e-30, "huge": x * 1e30, "one dimension": x[:, :1]}
+
+
+def finite(*values):
+    return all(bool(x.isfinite().all()) for x in values)
+
+
+@pytest.mark.filterwarnings("ignore:Sinkhorn", "ignore:debiasing")
+class TestEdges:
+    """Small, extreme and wrong input: finite where allowed, else a ValueError that names what is off."""
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("corner", corners())
+    @pytest.mark.parametrize("block_size", [None, 0])
+    def test_corners_are_finite(self, corner, loss, block_size):
+        for dtype in (torch.float32, torch.float64):
+            for temperature in (0.01, 0.5):
+                assert finite(*ours(corners()[corner], 2, dtype=dtype, loss=loss, temperature=temperature,
+                                    block_size=block_size))
+
+    # ties: by rounding
+    @pytest.mark.parametrize("loss", sorted(set(PRESETS) - {"hard", "hard-simple", "triplet"}))
+    @pytest.mark.parametrize("corner",
+                             sorted(set(corners()) - {"all rows equal", "two points", "one dimension"}))
+    def test_corners_are_right(self, corner, loss):
+        x = corners()[corner]
+        want = oracle.contrastive_loss(*np.split(x, 2), loss=loss, temperature=1.0)
+        close(ours(x, 2, loss=loss, temperature=1.0)[0], want, 1e-10)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("block_size", [None, 0, 3])
+    def test_no_negatives_at_all(self, loss, block_size):
+        x, labels = normal(6, 8, 3), torch.zeros(4)
+        for k in (0, 2):
+            some = torch.zeros(4 + k)
+            value, gradient = ours(x[:8] if not k else normal(6, 8 + k, 3), 2, k, loss=loss, labels=some,
+                                   block_size=block_size)
+            assert finite(value, gradient)
+            if hardneg.PRESETS[loss][1] == "nce":
+                assert value == 0 and (gradient == 0).all()
+        losses = hardneg.contrastive_loss(*tensors(x, 2)[0], loss=loss, labels=labels, reduction="none",
+                                          block_size=0)
+        assert losses.shape == (8,) and finite(losses)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_one_anchor_without_negatives(self, loss):
+        # K = 3 of label 1: only the first has negatives
+        x, labels = normal(6, 11, 3), torch.tensor([0, 1, 1, 1, 1, 1, 1])
+        value, gradient = ours(x, 2, 3, loss=loss, labels=labels, reduction="none", weight=np.ones(4))
+        assert finite(value, gradient)
+        want, wanted = theirs(x, 2, 3, loss=loss, labels=labels.tolist(), reduction="none", weight=np.ones(4))
+        close(value, want, 1e-10)
+        close(gradient, wanted, 1e-10, floor=1e-3)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_dtypes(self, dtype, loss, reduction):
+        x = torch.tensor(normal(9, 10, 3)).to(dtype).double().numpy()
+        weight = np.ones(8 if reduction == "mean" else 4)[:4]
+        options = {"loss": loss, "reduction": reduction}
+        value, gradient = ours(x, 2, 2, dtype, weight=weight if reduction == "none" else None, **options)
+        assert value.dtype == torch.promote_types(dtype, torch.float32) and gradient.dtype == dtype
+        want, wanted = theirs(x, 2, 2, weight=weight if reduction == "none" else None, **options)
+        close(value, want, 1e-10 if dtype == torch.float64 else 1e-4)
+        close(gradient, wanted, {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-4), floor=1e-2)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_mixed_dtypes(self, loss):
+        views, bank = tensors(normal(9, 11, 3), 2, 3)
+        views = [views[0].half().requires_grad_(), views[1].bfloat16().requires_grad_()]
+        bank = bank["negatives"].requires_grad_()
+        value = hardneg.contrastive_loss(*views, negatives=bank, loss=loss)
+        gradients = torch.autograd.grad(value, [*views, bank], allow_unused=True)
+        assert value.dtype == torch.float64 and finite(value)
+        assert [g.dtype for g in gradients] == [torch.float16, torch.bfloat16, torch.float64]
+        assert hardneg.contrastive_loss(*views, loss=loss).dtype == torch.float32
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @settings(max_examples=6)
+    @given(seed=SEEDS, t=st.floats(0.005, 10), beta=st.floats(0, 100), tau_plus=st.floats(0, 0.5),
+           epsilon=st.floats(0.005, 100), alpha=st.floats(0, 1, exclude_min=True), near=st.booleans(),
+           size=st.sampled_from([None, 0]))
+    def test_finite_in_float32(self, loss, seed, t, beta, tau_plus, epsilon, alpha, near, size):
+        x = normal(seed, 8, 3)
+        x = x[:1] + 1e-4 * x if near else x
+        assert finite(*ours(x, 2, dtype=torch.float32, loss=loss, temperature=t, beta=beta, tau_plus=tau_plus,
+                            epsilon=epsilon, alpha=alpha, block_size=size))
+
+    def test_the_ends_of_the_ranges_are_finite(self):
+        x = normal(4, 8, 3)
+        for loss in ("hcl", "ppcl"):
+            for t in (0.005, 10):
+                for beta in (0, 100):
+                    for tau_plus in (0.0, 1e-6, 0.5, 0.99):
+                        assert finite(*ours(x, 2, dtype=torch.float32, loss=loss, weights="tilted",
+                                            temperature=t, beta=beta,
+                                            tau_plus=tau_plus))
+
+    @given(seed=SEEDS)
+    def test_cold_and_concentrated_in_float32(self, seed):
+        x = normal(seed, 10, 8)
+        x[1:4], x[6:9] = x[:1] + 0.02 * x[1:4], x[5:6] + 0.02 * x[6:9]  # near-duplicate negatives
+        x, options = x.astype(np.float32), {"loss": "hcl", "temperature": 0.02, "beta": 8.0}
+        for got, want in zip(ours(x, 2, dtype=torch.float32, **options), ours(x, 2, **options)):
+            close(got, want, 1e-3)
+
+    @given(seed=SEEDS, loss=st.sampled_from(PRESETS))
+    def test_cold_in_float16(self, seed, loss):
+        x = normal(seed, 8, 4).astype(np.float16)
+        got = ours(x, 2, dtype=torch.float16, loss=loss, temperature=0.05)[0]
+        close(got, ours(x, 2, loss=loss, temperature=0.05)[0], 1e-3)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    @pytest.mark.parametrize("block_size", [None, 0])
+    def test_autocast_changes_nothing(self, loss, reduction, block_size):
+        x, weight = normal(8, 10, 4).astype(np.float32), None if reduction == "mean" else np.ones(10)
+        options = {"loss": loss, "reduction": reduction, "block_size": block_size}
+        views = tensors(x, 2, dtype=torch.float32, grad=True)[0]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = hardneg.contrastive_loss(*views, **options)
+        gradient = torch.cat(torch.autograd.grad(value.sum(), views))  # outside, as PyTorch asks for
+        for got, want in zip((value, gradient), ours(x, 2, 0, torch.float32, weight, **options)):
+            close(got, want, 1e-6)
+
+    @pytest.mark.parametrize("name, options", [
+        ("loss", {"loss": "infonce"}), ("weights", {"weights": "heavy"}),
+                                               ("objective", {"objective": "contrast"}),
+        *[("temperature", {"temperature": t})
+          for t in (0, -1.0, math.nan, INF, torch.ones(2), torch.tensor(-0.5))],
+        *[("tau_plus", {"tau_plus": tau}) for tau in (-0.1, 1.0, 2, math.nan)],
+        *[("beta", {"beta": beta}) for beta in (-1, INF, math.nan)],
+        *[("alpha", {"alpha": alpha}) for alpha in (0, -0.1, 1.1, math.nan)],
+        *[("epsilon", {"epsilon": epsilon}) for epsilon in (0, -1, INF, math.nan)],
+        ("cost", {"cost": "cosine"}), ("kappa", {"kappa": math.nan}), ("kappa", {"kappa": INF}),
+        *[("margin", {"margin": margin}) for margin in (-0.1, INF, math.nan)],
+        ("reduction", {"reduction": "max"}), ("block_size", {"block_size": -1}),
+    ])
+    def test_wrong_option(self, name, options):
+        x = torch.tensor(normal(1, 4, 3))
+        value = next(iter(options.values()))
+        for call in (lambda: hardneg.contrastive_loss(x, x, **options),
+                     lambda: hardneg.ContrastiveLoss(**options),
+                     lambda: hardneg.ContrastiveLoss("ot")(x, x, **options)):
+            with pytest.raises(ValueError, match=rf"^{name} is ") as caught:
+                call()
+            assert "it must be" in str(caught.value)
+            assert torch.is_tensor(value) or str(value) in str(caught.value)
+
+    @pytest.mark.parametrize("name, views, options", [
+        ("views", [(1, 3), (1, 3)], {}), ("views", [(4, 3), (5, 3)], {}), ("views", [(4, 3), (4, 2)], {}),
+        ("views", [(4, 3)], {}), ("views", [], {}), ("views", [(4,), (4,)], {}),
+        ("views", [(4, 3, 1), (4, 3, 1)], {}), ("views", [(0, 3), (0, 3)], {}),
+        ("labels", [(4, 3), (4, 3)], {"labels": torch.zeros(3)}),
+        ("labels", [(4, 3), (4, 3)], {"labels": torch.zeros(8)}),
+        ("labels", [(4, 3), (4, 3)], {"labels": torch.zeros(5), "negatives": torch.ones(2, 3)}),
+        ("negatives", [(4, 3), (4, 3)], {"negatives": torch.ones(2, 4)}),
+        ("negatives", [(4, 3), (4, 3)], {"negatives": torch.ones(3)}),
+        ("negatives", [(4, 3), (4, 3)], {"negatives": torch.ones(0, 3)}),
+        ("negatives", [(4, 3), (4, 3)], {"negatives": torch.ones(2, 3, dtype=torch.long)}),
+        ("labels", [(4, 3), (4, 3)], {"labels": torch.zeros(4, 2)}),
+        ("labels", [(4, 3), (4, 3)], {"labels": torch.tensor(1)}),
+    ])
+    def test_wrong_shapes(self, name, views, options):
+        with pytest.raises(ValueError, match=rf"^{name} is "):
+            hardneg.contrastive_loss(*[torch.ones(shape) for shape in views], **options)
+
+    @pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.bool, torch.complex64])
+    def test_wrong_dtype(self, dtype):
+        with pytest.raises(ValueError, match=r"^views is .*floating"):
+            hardneg.contrastive_loss(torch.ones(4, 3, dtype=dtype), torch.ones(4, 3))
+
+    @pytest.mark.parametrize("value", [math.nan, INF, -INF])
+    @pytest.mark.parametrize("place, name", [(0, r"views\[0\]"), (5, r"views\[1\]"), (9, "negatives")])
+    def test_not_finite(self, value, place, name):
+        x = torch.tensor(normal(2, 10, 3))
+        x[place, 1] = value
+        with pytest.raises(ValueError, match=rf"^{name} is .* in 1 of "):
+            hardneg.contrastive_loss(x[:4], x[4:8], negatives=x[8:])
+
+    def test_bank_allows_a_batch_of_one(self):
+        agree(normal(2, 5, 3), 2, 3, loss="hcl")
+
+    def test_module(self):
+        x, y = torch.tensor(normal(3, 8, 3)).chunk(2)
+        with pytest.raises(TypeError, match="temprature"):
+            hardneg.ContrastiveLoss("hcl", temprature=0.1)
+        module = hardneg.ContrastiveLoss("hcl", beta=2.0, temperature=0.3)
+        close(module(x, y),
+              oracle.contrastive_loss(x.numpy(), y.numpy(), loss="hcl", beta=2.0, temperature=0.3), 1e-10)
+        close(module(x, y, beta=0.5),
+              oracle.contrastive_loss(x.numpy(), y.numpy(), loss="hcl", temperature=0.3, beta=0.5),
+              1e-10)
+        for shown in ("ContrastiveLoss('hcl'", "beta=2.0", "temperature=0.3", "tau_plus=0.1", "tilted",
+                      "nce"):
+            assert shown in repr(module)
+        assert not list(module.parameters()) and not list(module.buffers())
+        assert "alpha=0.25" in repr(hardneg.ContrastiveLoss("hard", alpha=0.25))
+
+    def test_learned_temperature_is_a_parameter(self):
+        learned = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
+        module = hardneg.ContrastiveLoss("hcl", temperature=learned)
+        parameter, = module.parameters()
+        x, y = torch.tensor(normal(3, 8, 3)).chunk(2)
+        assert parameter is learned and "learned" in repr(module) and "0.4" in repr(module)
+        module(x, y).backward()
+        assert parameter.grad.abs() > 0
+        for t in (0.4, 0.75):
+            module.load_state_dict({"temperature": torch.tensor(t, dtype=torch.float64)})
+            want = oracle.contrastive_loss(x.numpy(), y.numpy(), loss="hcl", temperature=t)
+            close(module(x, y), want, 1e-10)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_differentiated_twice(self, loss, reduction):
+        views = tensors(normal(12, 4, 3), 2, grad=True)[0]
+        assert torch.autograd.gradgradcheck(
+            lambda *z: hardneg.contrastive_loss(*z, loss=loss, block_size=0, reduction=reduction,
+                                                detach_weights=False),
+            views)  # detached weights are no function of the rows that differences could be taken of
+        value = hardneg.contrastive_loss(*views, loss=loss, reduction=reduction).sum()
+        with pytest.raises(RuntimeError, match="block_size=0"):
+            torch.autograd.grad(value, views, create_graph=True)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("block_size", [None, 0, 3])
+    def test_no_gradient_wanted(self, loss, block_size):
+        views = tensors(normal(13, 8, 3), 2, grad=True)[0]
+        with torch.no_grad():
+            value = hardneg.contrastive_loss(*views, loss=loss, block_size=block_size)
+        assert not value.requires_grad
+        plain = hardneg.contrastive_loss(*[x.detach() for x in views], loss=loss, block_size=block_size)
+        assert not plain.requires_grad
+        close(plain, value, 1e-14)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("wanted", [0, 1, 2])
+    def test_gradient_for_one_input_alone(self, loss, wanted):
+        inputs = torch.tensor(normal(14, 9, 3)).chunk(3)
+        full = [x.clone().requires_grad_() for x in inputs]
+        want = torch.autograd.grad(hardneg.contrastive_loss(*full[:2], negatives=full[2], loss=loss),
+                                   full)[wanted]
+        alone = [x.clone().requires_grad_(k == wanted) for k, x in enumerate(inputs)]
+        value = hardneg.contrastive_loss(*alone[:2], negatives=alone[2], loss=loss)
+        close(torch.autograd.grad(value, alone[wanted])[0], want, 1e-12)
+
+    def test_backward_twice_with_retain_graph(self):
+        views = tensors(normal(15, 8, 3), 2, grad=True)[0]
+        value = 3 * hardneg.contrastive_loss(*views, loss="hcl")
+        first = torch.autograd.grad(value, views, retain_graph=True)
+        for got, want in zip(torch.autograd.grad(value, views), first):
+            close(got, want, 0)
+
+    @pytest.mark.filterwarnings("error")
+    def test_sinkhorn_warns_once(self, fresh_warnings):
+        views = tensors(normal(16, 8, 3), 2)[0]
+        # more than half share a label: no coupling
+        options = {"loss": "ot", "epsilon": 0.005, "labels": [0, 0, 0, 1]}
+        with torch.no_grad():
+            with pytest.warns(UserWarning, match="Sinkhorn.*epsilon"):
+                hardneg.contrastive_loss(*views, **options)
+            hardneg.contrastive_loss(*views, **options)
+
+    @pytest.mark.filterwarnings("error")
+    def test_clamping_warns_once(self, fresh_warnings):
+        x = torch.tensor(normal(17, 4, 3))
+        options = {"loss": "debiased", "tau_plus": 0.5, "temperature": 0.1}
+        with torch.no_grad():
+            # views of a sample are far apart: no floor
+            hardneg.contrastive_loss(x, x[[1, 2, 3, 0]], **options)
+            with pytest.warns(UserWarning, match="floor.*temperature.*tau_plus"):
+                stats = hardneg.contrastive_loss(x, x, **options, return_stats=True)[1]
+            hardneg.contrastive_loss(x, x, **options)
+        assert stats["clamped"] > 0.5
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_memory_is_linear(self, loss, reduction):
+        b, d = 16, 4
+        views = tensors(normal(18, 2 * b, d), 2, grad=True)[0]
+        assert max(kept_for_backward(views, loss=loss, reduction=reduction, block_size=0)) >= (2 * b)**2
+        assert max(kept_for_backward(views, loss=loss, reduction=reduction)) <= 2 * b * d
+
+
+def kept_for_backward(views, **options):
+    """Sizes of the tensors alive because of a loss: what autograd saved, and what Python came to hold."""
+    class Saved:
+        def __init__(self, x):
+            self.x = x
+    saved = []
+
+    def pack(x):
+        box = Saved(x.detach())
+        saved.append(weakref.ref(box))  # the graph alone keeps the box
+        return box
+    before = {id(x) for x in gc.get_objects() if type(x) is torch.Tensor}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.x):
+        loss = hardneg.contrastive_loss(*views, **options)
+    kept = [box().x for box in saved if box() is not None]
+    kept += [x for x in gc.get_objects() if type(x) is torch.Tensor and id(x) not in before]
+    return [x.untyped_storage().nbytes() // x.element_size() for x in [loss, *kept]]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Devices
+# ------------------------------------------------------------------------------------------------------------
+
+class Devices(TorchDispatchMode):
+    """Remembers the device of every tensor with a dimension that comes into being."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        self.seen |= {x.device.type for x in tree_leaves(out) if torch.is_tensor(x) and x.ndim}
+        return out
+
+
+class TestDevices:
+    """Everything stays on the device of the embeddings, as fake tensors tell without an accelerator."""
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    @pytest.mark.parametrize("extra", ["", "labels", "bank", "bank labels", "none", "float16", "no_grad"])
+    @pytest.mark.parametrize("block_size", [None, 0])
+    def test_loss(self, loss, extra, block_size):
+        with FakeTensorMode(), torch.set_grad_enabled(extra != "no_grad"):
+            dtype = torch.float16 if extra == "float16" else torch.float32
+            views = [torch.empty(4, 3, device="cuda", dtype=dtype) for _ in range(2)]
+            options = {"loss": loss, "block_size": block_size}
+            options["reduction"] = "none" if extra == "none" else "mean"
+            if "labels" in extra:
+                options["labels"] = torch.zeros(7 if "bank" in extra else 4, dtype=torch.long, device="cuda")
+            if "bank" in extra:
+                options["negatives"] = torch.empty(3, 3, device="cuda")
+            with Devices() as devices:
+                out, stats = hardneg.contrastive_loss(*views, **options, return_stats=True)
+        assert out.device.type == "cuda" and out.dtype == torch.float32
+        assert all(x.device.type == "cuda" for x in stats.values())
+        assert devices.seen == {"cuda"}
+
+    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
+    def test_draw(self, weights):
+        with FakeTensorMode(), Devices() as devices:
+            log_w = hardneg.WEIGHTS[weights](torch.empty(4, 5, device="cuda"))
+            index = hardneg.draw(log_w, 2)
+        assert index.device.type == "cuda" and index.shape == (4, 2) and devices.seen == {"cuda"}
+
+    def test_measures(self):
+        with FakeTensorMode(), Devices() as devices:
+            z = torch.empty(4, 3, device="cuda")
+            out = [hardneg.uniformity(z), hardneg.alignment(z, z)]
+        assert {x.device.type for x in out} == {"cuda"}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Draws, schedules, couplings
+# ------------------------------------------------------------------------------------------------------------
+
+class TestDraw:
+    """Indices come as often as their weights say, not twice where they must not, again from one state."""
+
+    @pytest.mark.parametrize("weights", ["uniform", "tilted", "top", "transported", "hardest"])
+    @settings(max_examples=4)
+    @given(seed=SEEDS, replacement=st.booleans())
+    def test_frequencies(self, weights, seed, replacement):
+        # without −∞: a coupling has to exist
+        logits = masked_logits(seed, 3, 6, share=0 if weights == "transported" else 0.3)
+        log_w = hardneg.WEIGHTS[weights](torch.tensor(logits),
+                                         **{} if weights == "uniform" else WEIGHT_OPTIONS[weights])
+        draws, generator = 20000, torch.Generator().manual_seed(seed % 2**31)
+        for row, wanted in zip(log_w, np.exp(getattr(oracle, weights)(logits, **WEIGHT_OPTIONS[weights]))):
+            index = hardneg.draw(row.expand(draws, -1), 1, replacement, generator)
+            expected = draws * wanted / wanted.sum()
+            off = np.bincount(index.flatten().numpy(), minlength=6) - expected
+            assert (off[expected == 0] == 0).all()
+            assert (off[expected > 0]**2 / expected[expected > 0]).sum() < 50  # χ² of 5 degrees: 1e-9
+
+    @given(seed=SEEDS, a=st.integers(1, 5), n=st.integers(1, 6), replacement=st.booleans())
+    def test_replay_and_no_repeats(self, seed, a, n, replacement):
+        logits = masked_logits(seed, a, n)
+        k = 5 if replacement else int((logits > -INF).sum(1).min())
+        log_w = hardneg.tilted(torch.tensor(logits), 2.0)
+        generator = torch.Generator().manual_seed(3)
+        state = generator.get_state()
+        index = hardneg.draw(log_w, k, replacement, generator)
+        assert index.shape == (a, k) and index.dtype == torch.long
+        assert (log_w.gather(1, index) > -INF).all()
+        assert replacement or all(len(set(row)) == k for row in index.tolist())
+        after = hardneg.draw(log_w, k, replacement, generator)
+        assert after.shape == index.shape
+        generator.set_state(state)
+        assert (hardneg.draw(log_w, k, replacement, generator) == index).all()
+
+    def test_the_state_moves_on(self):
+        log_w, generator = torch.zeros(50, 10), torch.Generator().manual_seed(0)
+        first = hardneg.draw(log_w, 3, generator=generator)
+        assert (first != hardneg.draw(log_w, 3, generator=generator)).any()
+
+    @pytest.mark.parametrize("row, k, replacement", [
+        ([0., -INF, 0.], 3, False), ([0., 0., 0.], 4, False), ([-INF, -INF, -INF], 1, False),
+        ([-INF, -INF, -INF], 1, True), ([0., 0., 0.], 0, True)])
+    def test_too_few(self, row, k, replacement):
+        with pytest.raises(ValueError, match="^k is "):
+            hardneg.draw(torch.tensor([[0., 0., 0.], row]), k, replacement)
+
+    def test_unnormalised_weights_do(self):
+        log_w = torch.tensor([[1000., 1000., -1000.]]).expand(500, -1)
+        assert set(hardneg.draw(log_w, 1,
+                                generator=torch.Generator().manual_seed(0)).flatten().tolist()) == {0, 1}
+
+
+class TestSchedules:
+    """β goes down in the paper's stairs, α geometrically, both from and to the ends they name."""
+
+    @given(progress=st.floats(0, 1), beta=st.floats(0, 100), changes=st.integers(1, 20))
+    def test_annealed_beta(self, progress, beta, changes):
+        close(hardneg.annealed_beta(progress, beta, changes), oracle.annealed_beta(progress, beta, changes),
+              1e-12)
+
+    def test_stairs(self):
+        values = [hardneg.annealed_beta((k + 0.5) / 50, 2.0) for k in range(50)]
+        close(sorted(set(values), reverse=True), [2.0, 1.6, 1.2, 0.8, 0.4], 1e-12)
+        assert values == sorted(values, reverse=True) and hardneg.annealed_beta(1.0, 2.0) == 0
+        assert all(values.count(v) == 10 for v in values)
+
+    @given(alpha=st.floats(0.01, 1), until=st.floats(0.05, 1), places=st.lists(st.floats(0, 1), min_size=2))
+    def test_lead_in(self, alpha, until, places):
+        assert hardneg.lead_in(0.0, alpha, until) == 1
+        for place in (until, 1.0):
+            close(hardneg.lead_in(place, alpha, until), alpha, 1e-12)
+        close(hardneg.lead_in(until / 2, alpha, until), math.sqrt(alpha), 1e-12)
+        values = [hardneg.lead_in(p, alpha, until) for p in sorted(places)]
+        # an alpha the loss takes
+        assert values == sorted(values, reverse=True) and all(0 < v <= 1 for v in values)
+
+
+class TestSinkhorn:
+    """The coupling has uniform marginals, no mass where it must not, and is as far off as it says."""
+
+    @pytest.mark.parametrize("cost", ["sqeuclidean", "exp"])
+    @given(seed=SEEDS, a=st.integers(1, 6), n=st.integers(1, 6), epsilon=st.floats(0.2, 5),
+           share=st.sampled_from([0, 0.2]))
+    def test_plan(self, cost, seed, a, n, epsilon, share):
+        cosines = masked_logits(seed, a, n, share) / 2
+        allowed = cosines > -INF
+        assume(allowed.any(0).all() and (oracle.usable(allowed) == allowed).all())
+        assume(oracle.sinkhorn(np.where(allowed, 0, -INF))[3] < 1e-6)
+        price = hardneg.ground_cost(torch.tensor(cosines), cost, 2.0)  # ∞ where forbidden
+        close(price[torch.tensor(allowed)], oracle.ground_cost(cosines[allowed], cost, 2.0), 1e-12)
+        kernel = numpy(-price) / max(epsilon, 1.0 if cost == "exp" else 0.2)
+        f, g, error = hardneg.sinkhorn(torch.tensor(kernel))
+        plan = torch.exp(f[:, None] + torch.tensor(kernel) + g)
+        close(plan, oracle.sinkhorn(kernel)[0], 1e-10)
+        assert error <= 1e-12 and (numpy(plan)[~allowed] == 0).all()
+        close(plan.sum(0), np.full(n, 1 / n), 1e-12)
+        close(plan.sum(1), np.full(a, 1 / a), 1e-12)
+
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+    @given(seed=SEEDS, a=st.integers(1, 6), n=st.integers(1, 6))
+    def test_tolerance(self, dtype, tolerance, seed, a, n):
+        kernel = torch.tensor(np.random.default_rng(seed).uniform(-5, 0, (a, n)), dtype=dtype)
+        f, g, error = hardneg.sinkhorn(kernel)
+        plan = torch.exp(f[:, None] + kernel + g).double()
+        assert f.dtype == g.dtype == error.dtype == dtype and error <= tolerance
+        close((plan.sum(1) - 1 / a).abs().sum(), error, 1e-12 if dtype == torch.float64 else 1e-6)
+        close(plan.sum(0), np.full(n, 1 / n), 1e-12 if dtype == torch.float64 else 1e-6)
+
+    @pytest.mark.filterwarnings("ignore:Sinkhorn")
+    @pytest.mark.parametrize("tolerance, max_steps",
+                             [(1e-1, 1000), (1e-3, 1000), (1e-6, 1000), (0.0, 1), (0.0, 2), (0.0, 5)])
+    @given(seed=SEEDS, a=st.integers(2, 5), n=st.integers(2, 5))
+    def test_error_is_that_of_the_plan(self, tolerance, max_steps, seed, a, n):
+        kernel = torch.tensor(np.random.default_rng(seed).uniform(-8, 0, (a, n)))
+        f, g, error = hardneg.sinkhorn(kernel, tolerance, max_steps)
+        plan = torch.exp(f[:, None] + kernel + g)
+        close(plan.sum(0), np.full(n, 1 / n), 1e-12)
+        close((plan.sum(1) - 1 / a).abs().sum(), error, 1e-12)
+        assert error <= tolerance or max_steps < 1000
+
+    @pytest.mark.filterwarnings("ignore:Sinkhorn")
+    @given(seed=SEEDS)
+    def test_right_rows_are_not_enough(self, seed):
+        # Rows that sum to 1/A from the start: the columns have to be made right all the same
+        kernel = torch.tensor(normal(seed, 3, 4)).log_softmax(1) - math.log(3)
+        f, g, _ = hardneg.sinkhorn(kernel)
+        plan = torch.exp(f[:, None] + kernel + g)
+        close(plan.sum(0), np.full(4, 0.25), 1e-11)
+        close(plan.sum(1), np.full(3, 1 / 3), 1e-11)
+
+    def test_rows_and_columns_with_nothing_allowed(self):
+        kernel = torch.tensor(normal(1, 4, 5))
+        kernel[2], kernel[:, 3] = -INF, -INF
+        f, g, error = hardneg.sinkhorn(kernel)
+        plan = torch.exp(f[:, None] + kernel + g)
+        assert error <= 1e-12 and finite(f, g)
+        close(plan, oracle.sinkhorn(kernel.numpy())[0], 1e-12)
+
+    @pytest.mark.filterwarnings("error")
+    def test_nothing_allowed(self, fresh_warnings):
+        f, g, error = hardneg.sinkhorn(torch.full((3, 4), -INF, dtype=torch.float64))  # labels all equal: no warning
+        assert error == 0 and finite(f, g)
+
+    @pytest.mark.filterwarnings("error")
+    def test_stops_early(self, fresh_warnings):
+        kernel = torch.tensor(np.random.default_rng(0).uniform(-6, 0, (5, 5)))
+        plans = []
+        for tolerance in (1e-1, 1e-2, 1e-4):
+            f, g, _ = hardneg.sinkhorn(kernel, tolerance, max_steps=200)  # enough: no warning
+            plans.append(torch.exp(f[:, None] + kernel + g))
+        errors = [float((p.sum(1) - 0.2).abs().sum()) for p in plans]
+        assert errors[0] > errors[1] > errors[2] > 0  # no step more than asked for
+        with pytest.warns(UserWarning, match="after 2 steps"):
+            hardneg.sinkhorn(kernel, 0.0, max_steps=2)
+
+    @given(seed=SEEDS, a=st.integers(2, 4), n=st.integers(2, 4))
+    def test_gradient_runs_through_every_step(self, seed, a, n):
+        x, w = np.random.default_rng(seed).uniform(-3, 0, (a, n)), normal(seed + 1, a, n)
+        kernel = torch.tensor(x, requires_grad=True)
+        f, g, _ = hardneg.sinkhorn(kernel)
+        value = (torch.exp(f[:, None] + kernel + g) * torch.tensor(w)).sum()
+        gradient, = torch.autograd.grad(value, kernel)
+        # 1e-7: the derivative of the steps settles after their value does, which is when they stop
+        close(gradient, oracle.gradient(lambda k: (oracle.sinkhorn(k)[0] * w).sum(), x), 1e-7)
+
+
+# --------------------------------------------------------------------------------------------------
+# Views, images, encoders, evaluation, training, the command line, the README
+# --------------------------------------------------------------------------------------------------
+
+PLAIN = dict(area=(1, 1), ratio=(1, 1), flip=0, jitter=0, gray=0)  # a view that changes nothing
+
+
+def pictures(n=4, size=16, dtype=torch.float64, seed=0):
+    return torch.rand(n, 3, size, size, generator=seeded(seed), dtype=dtype)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def luma(x):
+    return 0.299 * x[:, 0] + 0.587 * x[:, 1] + 0.114 * x[:, 2]
+
+
+class TestViews:
+    """The batched views against what each transformation is, and torchvision's where it has the same."""
+
+    def test_nothing_asked_nothing_done(self):
+        x = pictures()
+        torch.testing.assert_close(hardneg.view(x, **PLAIN), x, rtol=0, atol=1e-6)
+
+    def test_flip_mirrors(self):
+        x = pictures()
+        torch.testing.assert_close(hardneg.view(x, **PLAIN | {"flip": 1}), x.flip(3), rtol=0, atol=1e-6)
+
+    def test_gray_is_torchvisions(self):
+        x = pictures()
+        torch.testing.assert_close(hardneg.view(x, **PLAIN | {"gray": 1}), transforms.rgb_to_grayscale(x, 3), rtol=0, atol=1e-3)
+
+    def test_blur_is_torchvisions(self):
+        x = pictures(size=32)
+        blurred = hardneg.view(x, **PLAIN, blur=1, sigma=(0.8, 0.8))
+        torch.testing.assert_close(blurred, transforms.gaussian_blur(x, 5, 0.8), rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("option, torchvisions", [
+        ("brightness", transforms.adjust_brightness), ("contrast", transforms.adjust_contrast),
+        ("saturation", transforms.adjust_saturation)])
+    def test_colour_factors_are_torchvisions(self, option, torchvisions):
+        """The factor is drawn, so it is read off the view: of all factors, one must explain every pixel."""
+        x = pictures(n=3) * 0.3 + 0.35  # far from 0 and 1: nothing is clipped
+        strength = dict(brightness=0, contrast=0, saturation=0, hue=0) | {option: 0.4}
+        seen = hardneg.view(x, seeded(1), **PLAIN | {"jitter": 1}, **strength)
+        factors = []
+        for one, out in zip(x, seen):
+            away = torchvisions(one, 1.3) - one  # linear in the factor: f(1 + δ) = x + δ/0.3 (f(1.3) − x)
+            delta = float(((out - one) * away).sum() / away.square().sum()) * 0.3
+            factors.append(delta)
+            torch.testing.assert_close(out, torchvisions(one, 1 + delta), rtol=0, atol=1e-3)
+        assert len(set(factors)) == 3 and max(map(abs, factors)) <= 0.4 and max(map(abs, factors)) > 0.05
+
+    def test_hue_turns_chroma_and_keeps_luma(self):
+        x = pictures() * 0.3 + 0.35
+        seen = hardneg.view(x, seeded(2), **PLAIN | {"jitter": 1}, brightness=0, contrast=0, saturation=0, hue=0.1)
+        torch.testing.assert_close(luma(seen), luma(x), rtol=0, atol=1e-3)
+        yiq = torch.tensor(hardneg.TO_YIQ, dtype=x.dtype)
+        before, after = (torch.einsum("kc,bchw->bkhw", yiq, y)[:, 1:] for y in (x, seen))
+        torch.testing.assert_close(before.norm(dim=1), after.norm(dim=1), rtol=1e-3, atol=1e-3)
+        assert (after - before).abs().amax((1, 2, 3)).min() > 1e-3  # each image was turned
+
+    def test_crop_is_where_and_as_large_as_asked(self):
+        """On a picture of its own coordinates, a crop shows which part of it was cut out."""
+        axis = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
+        x = torch.stack([axis.expand(64, 64), axis[:, None].expand(64, 64), torch.zeros(64, 64)]).expand(200, 3, 64, 64)
+        seen = hardneg.view(x, seeded(3), **PLAIN | {"area": (0.2, 0.5), "ratio": (3 / 4, 4 / 3)})
+        width, height = ((seen[:, k].amax((1, 2)) - seen[:, k].amin((1, 2))) * 64 / 63 for k in (0, 1))
+        share, ratio = width * height, width / height
+        assert share.min() > 0.19 and share.max() < 0.51 and share.std() > 0.05
+        assert ratio.min() > 0.74 and ratio.max() < 1.36 and ratio.std() > 0.1
+        centre = seen[:, :2].mean((2, 3))
+        assert centre.std(0).min() > 0.05 and centre.min() > 0.2 and centre.max() < 0.8
+
+    def test_every_image_has_its_own_draw_and_a_generator_replays_it(self):
+        x = pictures(1).expand(8, -1, -1, -1)
+        seen = hardneg.view(x, seeded(4))
+        assert len({tuple(v.flatten().tolist()) for v in seen}) == 8
+        assert torch.equal(seen, hardneg.view(x, seeded(4)))
+        assert not torch.equal(seen, hardneg.view(x, seeded(5)))
+
+    def test_bytes_and_range(self):
+        x = (pictures(8) * 255).to(torch.uint8)
+        seen = hardneg.view(x, seeded(6), blur=0.5)
+        assert seen.dtype == torch.float32 and seen.shape == x.shape and 0 <= seen.min() and seen.max() <= 1
+        torch.testing.assert_close(hardneg.view(x, seeded(6)), hardneg.view(x / 255, seeded(6)))
+
+    def test_gradient_in_the_image(self):
+        x = (pictures(2, 6) * 0.2 + 0.4).requires_grad_()
+        calm = dict(brightness=0.1, contrast=0.1, saturation=0.1, hue=0.05)  # so that nothing is clipped, a kink
+        assert torch.autograd.gradcheck(lambda x: hardneg.view(x, seeded(7), blur=0.5, **calm), x, atol=1e-6)
+
+    def test_stays_on_its_device(self):
+        with FakeTensorMode():
+            x = torch.empty(4, 3, 32, 32, dtype=torch.uint8, device="cuda")
+            assert hardneg.view(x, blur=0.5).device.type == "cuda"
+
+
+@pytest.fixture(scope="module")
+def few():
+    """A handful of the built-in images."""
+    train, labels = hardneg.shapes(240, classes=4, seed=1)
+    return hardneg.Images(train, labels, *hardneg.shapes(120, classes=4, seed=2), ["a", "b", "c", "d"])
+
+
+def write_images(folder, per_class=6, classes=("cat", "dog"), size=(20, 20)):
+    for c, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for k in range(per_class):
+            pixels = torch.full((3, *size), 40 * c + k, dtype=torch.uint8)
+            transforms.to_pil_image(pixels).save(folder / name / f"{k}.png")
+
+
+class TestImages:
+    """The built-in set, torchvision's formats, folders in every state."""
+
+    def test_shapes_repeat_by_seed(self):
+        one, two, other = hardneg.shapes(50, seed=3), hardneg.shapes(50, seed=3), hardneg.shapes(50, seed=4)
+        assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1]) and not torch.equal(one[0], other[0])
+        assert one[0].shape == (50, 3, 32, 32) and one[0].dtype == torch.uint8
+        assert one[1].bincount().tolist() == [5] * 10
+        assert hardneg.shapes(7, classes=3, size=48)[0].shape == (7, 3, 48, 48)
+
+    @pytest.mark.parametrize("arguments, name", [((5, 1), "classes"), ((5, 11), "classes"), ((0,), "n")])
+    def test_shapes_names_what_is_off(self, arguments, name):
+        with pytest.raises(ValueError, match=name):
+            hardneg.shapes(*arguments)
+
+    def test_folder_with_train_and_test(self, tmp_path):
+        write_images(tmp_path / "train")
+        write_images(tmp_path / "test", per_class=2)
+        images = hardneg.load(str(tmp_path))
+        assert images.train.shape == (12, 3, 20, 20) and images.test.shape == (4, 3, 20, 20)
+        assert images.classes == ["cat", "dog"] and images.train_labels.tolist() == [0] * 6 + [1] * 6
+        assert images.train[7].unique().tolist() == [41]
+
+    def test_folder_without_a_test_set_keeps_every_fifth(self, tmp_path):
+        write_images(tmp_path, per_class=10)
+        images = hardneg.load(str(tmp_path))
+        assert len(images.train) == 16 and images.test[:, 0, 0, 0].tolist() == [4, 9, 44, 49]
+
+    def test_folder_of_any_size(self, tmp_path):
+        write_images(tmp_path, size=(50, 70))
+        assert hardneg.load(str(tmp_path)).train.shape[2:] == (32, 32)
+        assert hardneg.load(str(tmp_path), size=24).train.shape[2:] == (24, 24)
+
+    def test_corrupt_file_is_named_and_left_out(self, tmp_path):
+        write_images(tmp_path)
+        (tmp_path / "cat" / "0.png").write_bytes(b"no image at all")
+        with pytest.warns(UserWarning, match=r"1 of .*cat.0\.png"):
+            images = hardneg.load(str(tmp_path))
+        assert len(images.train) + len(images.test) == 11
+
+    @pytest.mark.parametrize("prepare", [
+        lambda p: None,
+        lambda p: (p / "cat").mkdir(),
+        lambda p: write_images(p, per_class=1, classes=("cat",)),
+        lambda p: (write_images(p / "train"), write_images(p / "test", classes=("cat", "cow"))),
+    ])
+    def test_unusable_folder_is_named(self, tmp_path, prepare):
+        prepare(tmp_path)
+        with pytest.raises(ValueError, match=str(tmp_path)):
+            hardneg.load(str(tmp_path))
+
+    def test_unknown_name_lists_the_known(self):
+        with pytest.raises(ValueError, match="no-such-set.*cifar10"):
+            hardneg.load("no-such-set")
+
+    def test_fraction_of_each_class(self, tmp_path):
+        write_images(tmp_path / "train", per_class=10)
+        write_images(tmp_path / "test", per_class=2)
+        images = hardneg.load(str(tmp_path), fraction=0.3)
+        assert images.train_labels.bincount().tolist() == [3, 3] and len(images.test) == 4
+        assert torch.equal(images.train, hardneg.load(str(tmp_path), fraction=0.3).train)
+        with pytest.raises(ValueError, match="fraction"):
+            hardneg.load("shapes", fraction=0)
+
+    @pytest.mark.parametrize("name, kind, data, labels", [
+        ("cifar10", "CIFAR10", np.arange(6 * 32 * 32 * 3, dtype=np.uint8).reshape(6, 32, 32, 3), [0, 1, 2, 0, 1, 2]),
+        ("stl10", "STL10", np.zeros((6, 3, 96, 96), np.uint8), np.array([0, 1, -1, -1, 0, 1])),
+        ("svhn", "SVHN", np.zeros((6, 3, 32, 32), np.uint8), np.array([0, 1, 2, 0, 1, 2])),
+        ("fashion-mnist", "FashionMNIST", torch.zeros(6, 28, 28, dtype=torch.uint8), torch.tensor([0, 1, 2, 0, 1, 2])),
+    ])
+    def test_torchvisions_formats(self, monkeypatch, name, kind, data, labels):
+        """Stand-ins that hold their data as torchvision's classes do."""
+        attribute = "labels" if kind in ("STL10", "SVHN") else "targets"
+        monkeypatch.setattr(datasets, kind, lambda root, download, **which: SimpleNamespace(data=data, **{attribute: labels}))
+        images = hardneg.load(name)
+        assert images.train.shape[:2] == (6, 3) and images.train.dtype == torch.uint8
+        assert images.train_labels.tolist() == list(labels)
+        if name == "cifar10":
+            assert torch.equal(images.train[1], torch.as_tensor(data[1]).permute(2, 0, 1))
+
+    def test_download_that_fails_says_where_to_put_the_files(self, monkeypatch):
+        def fail(*_, **__):
+            raise OSError("no route to host")
+        monkeypatch.setattr(datasets, "SVHN", fail)
+        with pytest.raises(RuntimeError, match="svhn is not in here.*no route to host"):
+            hardneg.load("svhn", root="here")
+
+
+class TestEncoders:
+    """Shapes, the stem for small images, errors."""
+
+    @pytest.mark.parametrize("name, features", [("small", 256), ("resnet18", 512)])
+    def test_features_and_embedding(self, name, features):
+        encoder = hardneg.Encoder(name, dim=16).eval()
+        found, z = encoder(torch.rand(2, 3, 32, 32))
+        assert found.shape == (2, features) == (2, encoder.features) and z.shape == (2, 16)
+
+    def test_stem_by_size(self):
+        assert hardneg.Encoder("resnet18", size=32).backbone.conv1.kernel_size == (3, 3)
+        assert hardneg.Encoder("resnet18", size=96).backbone.conv1.kernel_size == (7, 7)
+
+    @pytest.mark.parametrize("arguments, name", [(("large",), "encoder"), (("small", 8, 33), "size")])
+    def test_names_what_is_off(self, arguments, name):
+        with pytest.raises(ValueError, match=name):
+            hardneg.Encoder(*arguments)
+
+
+class TestEvaluation:
+    """Readouts against loops and another solver; nothing evaluated is changed by it."""
+
+    def test_embedding_leaves_the_encoder_as_it_was(self, few):
+        encoder = hardneg.Encoder()
+        encoder.head.eval()
+        before = {name: x.clone() for name, x in encoder.state_dict().items()}
+        features, z = hardneg.embed(encoder, few.train[:50], batch_size=20)
+        assert features.shape == (50, 256) and not features.requires_grad
+        torch.testing.assert_close(z.norm(dim=1), torch.ones(50))
+        assert all(torch.equal(x, before[name]) for name, x in encoder.state_dict().items())
+        assert encoder.training and encoder.backbone.training and not encoder.head.training
+        torch.testing.assert_close(features, hardneg.embed(encoder, few.train[:50], batch_size=50)[0])
+
+    def test_knn_against_a_loop(self):
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(30, 4)), rng.normal(size=(20, 4))
+        x_labels, y_labels = rng.integers(3, size=30), rng.integers(3, size=20)
+        right = 0
+        for i in range(20):
+            cosines = [y[i] @ x[j] / np.linalg.norm(y[i]) / np.linalg.norm(x[j]) for j in range(30)]
+            votes = np.zeros(3)
+            for j in sorted(range(30), key=lambda j: -cosines[j])[:7]:
+                votes[x_labels[j]] += np.exp(cosines[j] / 0.5)
+            right += votes.argmax() == y_labels[i]
+        found = hardneg.knn_accuracy(*map(torch.as_tensor, (x, x_labels, y, y_labels)), k=7)
+        assert found == pytest.approx(100 * right / 20)
+
+    def test_readout_against_scipy(self):
+        rng = np.random.default_rng(1)
+        labels = rng.integers(3, size=300)
+        x = rng.normal(size=(300, 5)) + np.eye(3, 5)[labels] * 1.5
+        train, test = slice(0, 200), slice(200, 300)
+        scaled = (x - x[train].mean(0)) / x[train].std(0, ddof=1)
+
+        def objective(flat):
+            w, bias = flat[:15].reshape(3, 5), flat[15:]
+            scores = scaled[train] @ w.T + bias
+            return np.mean(logsumexp(scores, axis=1) - scores[np.arange(200), labels[train]]) + 1e-3 / 2 * (w ** 2).sum()
+
+        best = minimize(objective, np.zeros(18), tol=1e-9).x
+        expected = 100 * np.mean((scaled[test] @ best[:15].reshape(3, 5).T + best[15:]).argmax(1) == labels[test])
+        sets = [torch.as_tensor(s) for s in (x[train], labels[train], x[test], labels[test])]
+        assert hardneg.linear_readout(*sets) == pytest.approx(expected, abs=1.01)  # at most one of the hundred on the border
+        assert hardneg.linear_readout(*sets) == hardneg.linear_readout(*sets)
+        assert hardneg.linear_readout(sets[0] * 1e3 + 5, sets[1], sets[2] * 1e3 + 5, sets[3]) == \
+            pytest.approx(hardneg.linear_readout(*sets), abs=1.01)
+
+    def test_unlabelled_images_are_left_out(self, few):
+        hidden = few.train_labels.clone()
+        hidden[:40] = -1
+        found = hardneg.evaluate(None, few._replace(train_labels=hidden))
+        expected = hardneg.evaluate(None, few._replace(train=few.train[40:], train_labels=few.train_labels[40:]))
+        assert found == expected
+
+
+def trained(images, loss="simclr", options=None, until=None, **settings):
+    """An encoder after some steps, the last progress, the training."""
+    torch.manual_seed(0)
+    settings = dict(epochs=2, batch_size=80, lr=3e-3, bfloat16=False) | settings
+    encoder = hardneg.Encoder(dim=16)
+    training = hardneg.Training(encoder, images, hardneg.ContrastiveLoss(loss, **options or {}), **settings)
+    seen = []
+    for progress in training:
+        seen.append(progress)
+        if progress["step"] == until:
+            break
+    return encoder, seen, training
+
+
+def same_weights(one, other):
+    return all(torch.equal(x, y) for x, y in zip(one.state_dict().values(), other.state_dict().values()))
+
+
+class TestTraining:
+    """A run that must learn, that repeats, that can be continued, that says when it breaks."""
+
+    def test_learns(self, few):
+        _, seen, _ = trained(few, epochs=10)
+        assert seen[0]["loss"] > 4.5 and seen[-1]["loss"] < 4.2  # chance is log(159) = 5.07
+        assert seen[-1]["positive"] > seen[-1]["negative"] + 0.6
+
+    @pytest.mark.parametrize("loss", hardneg.PRESETS)
+    def test_every_loss_takes_a_step(self, few, loss):
+        encoder, seen, _ = trained(few, loss, until=2)
+        assert seen[-1]["loss"].isfinite() and all(p.isfinite().all() for p in encoder.parameters())
+
+    def test_repeats_by_seed(self, few):
+        one, two, other = (trained(few, seed=seed)[0] for seed in (5, 5, 6))
+        assert same_weights(one, two) and not same_weights(one, other)
+
+    def test_resumes_to_the_same_end(self, few):
+        whole, _, _ = trained(few, epochs=2)
+        _, _, first = trained(few, epochs=2, until=3)
+        torch.manual_seed(1)
+        second = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), epochs=2, batch_size=80, lr=3e-3,
+                                  bfloat16=False)
+        second.load_state_dict(first.state_dict())
+        steps = [progress["step"] for progress in second]
+        assert steps == [4, 5, 6] and same_weights(whole, second.encoder)
+
+    def test_every_image_once_an_epoch_in_batches_of_one_size(self, few):
+        _, seen, _ = trained(few, epochs=1, batch_size=70)
+        assert [p["images"] for p in seen] == [60] * 4
+        _, seen, _ = trained(few._replace(train=few.train[:5], train_labels=few.train_labels[:5]), epochs=1, batch_size=2)
+        assert [p["images"] for p in seen] == [3, 2]  # never a batch of one, which has no negatives
+
+    def test_schedules_reach_the_loss(self, few):
+        _, seen, _ = trained(few, "hard", epochs=2, schedules={"alpha": lambda p: hardneg.lead_in(p, 0.1)})
+        assert [round(p["alpha"], 3) for p in seen] == [1.0, 0.464, 0.215, 0.1, 0.1, 0.1]
+        shares = [float(p["ess"]) for p in seen]  # the share kept is the effective number of equal weights
+        assert shares == pytest.approx([p["alpha"] for p in seen], abs=0.01)
+
+    def test_true_positives_are_others_of_the_class(self, few):
+        partners = trained(few, until=1, true_positives=True)[2]._partners()
+        assert torch.equal(few.train_labels[partners], few.train_labels)
+        assert (partners != torch.arange(240)).all() and len(partners.unique()) == 240
+
+    def test_true_positives_are_what_the_loss_sees(self, few, monkeypatch):
+        """With views that change nothing, the positive is an image of the class and not the anchor's own."""
+        monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
+        own = trained(few, until=1)[1][0]["positive"]
+        others = trained(few, until=1, true_positives=True)[1][0]["positive"]
+        assert own > 0.9999 and others < 0.9999
+
+    def test_breaks_with_its_step(self, few):
+        encoder, _, training = trained(few, until=1)
+        next(encoder.parameters()).data.fill_(float("nan"))
+        with pytest.raises(FloatingPointError, match=r"step 1 of 6.*NaN.*lr"):
+            next(iter(training))
+
+    @pytest.mark.parametrize("settings, name", [(dict(epochs=0), "epochs"), (dict(batch_size=1), "batch_size"),
+                                                (dict(lr=0), "lr")])
+    def test_names_what_is_off(self, few, settings, name):
+        with pytest.raises(ValueError, match=name):
+            trained(few, **settings)
+
+    def test_one_image_is_not_enough(self, few):
+        with pytest.raises(ValueError, match="images is 1"):
+            trained(few._replace(train=few.train[:1], train_labels=few.train_labels[:1]))
+
+    def test_import_prints_nothing(self):
+        run = subprocess.run([sys.executable, "-c", "import hardneg"], cwd=HERE, capture_output=True, text=True, check=True)
+        assert run.stdout == run.stderr == ""
+
+    def test_torch_alone_is_enough_for_the_losses(self):
+        """As in a project that has nothing else: every other package is made impossible to import."""
+        code = """if True:
+            import sys
+            for name in ("torchvision", "numpy", "scipy", "tqdm", "matplotlib", "PIL", "reference_numpy"):
+                sys.modules[name] = None
+            import torch
+            from hardneg import ContrastiveLoss
+            print(ContrastiveLoss("ot")(torch.eye(4), torch.eye(4)).item() > 0)"""
+        run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=HERE, capture_output=True, text=True)
+        assert run.stdout.strip() == "True", run.stderr
+
+
+TINY = ["--epochs", "2", "--fraction", "0.02", "--batch-size", "40"]
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """train.py on a few of its images: what is tested is the program, not what it learns."""
+    whole = hardneg.shapes
+    monkeypatch.setattr(hardneg, "shapes", lambda n, **options: whole(n // 10, **options))
+
+
+def quit_with(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments)
+    return f"{stop.value.code} {capsys.readouterr().err}"
+
+
+class TestCommandLine:
+    """train.py as a person uses it, mistakes and Ctrl-C included."""
+
+    def test_a_whole_run(self, tmp_path):
+        command = [sys.executable, "train.py", "--loss", "hard", "--alpha", "0.3", *TINY, "--out", str(tmp_path / "run")]
+        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine take minutes
+        run = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=alone)
+        assert run.returncode == 0, run.stderr
+        assert "raw pixels" in run.stdout and "untrained encoder" in run.stdout and "trained encoder" in run.stdout
+        assert "images/s" in run.stderr  # the bar
+        results = json.loads((tmp_path / "run" / "results.json").read_text())
+        assert set(results) == {"loss", "method", "data", "seed", "epochs", "seconds", "images_per_second", "linear", "knn",
+                                "uniformity", "tolerance", "untrained", "raw", "options", "versions"}
+        assert results["loss"] == "hard" and results["options"]["alpha"] == 0.3 and results["epochs"] == 2
+        assert set(results["raw"]) == set(results["untrained"]) == {"linear", "knn"} and 0 < results["linear"] <= 100
+        assert (tmp_path / "run" / "curves.png").stat().st_size > 5000
+
+    @pytest.mark.parametrize("loss", hardneg.PRESETS)
+    def test_every_loss_has_its_command(self, loss, tmp_path, small_shapes, capsys):
+        train.main(["--loss", loss, "--epochs", "1", "--fraction", "0.1", "--batch-size", "40", "--out", str(tmp_path)])
+        out = capsys.readouterr().out
+        assert "trained encoder" in out and ("log(2B − 1)" in out) == (loss in ("simclr", "debiased", "hcl", "ot", "ppcl"))
+
+    def test_killed_and_resumed_it_ends_the_same(self, tmp_path, small_shapes, monkeypatch, capsys):
+        command = ["--epochs", "3", "--fraction", "0.1", "--batch-size", "40"]
+        train.main([*command, "--out", str(tmp_path / "whole")])
+        step, calls = hardneg.Training._step, []
+
+        def interrupted(self, *arguments):
+            calls.append(arguments)
+            if len(calls) == 4:  # in the middle of the second epoch of two steps
+                raise KeyboardInterrupt
+            return step(self, *arguments)
+
+        monkeypatch.setattr(hardneg.Training, "_step", interrupted)
+        assert "--resume" in quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
+        train.main([*command, "--out", str(tmp_path / "cut"), "--resume"])
+        assert "resumed after epoch 1 of 3" in capsys.readouterr().out
+        whole, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "cut"))
+        assert all(whole[k] == cut[k] for k in ("linear", "knn", "uniformity", "tolerance", "untrained", "raw"))
+        complaint = quit_with([*command, "--loss", "ot", "--out", str(tmp_path / "cut"), "--resume"], capsys)
+        assert "--loss was hcl" in complaint
+
+    @pytest.mark.parametrize("arguments, complaint", [
+        (["--loss", "hcI"], "invalid choice: 'hcI'"), (["--alpha", "much"], "--alpha"), (["--alpha", "0"], "alpha is 0"),
+        (["--temperature", "-1"], "temperature is -1"), (["--fraction", "2"], "fraction is 2"), (["--epochs", "0"], "epochs is 0"),
+        (["--data", "no/such/folder"], "data is no/such/folder"), (["--batch-size", "1"], "batch_size is 1"),
+        (["--resume", "--out", "no/such/run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
+        (["--device", "abacus"], "abacus")])
+    def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
+        assert complaint in quit_with(arguments, capsys)
+
+    def test_folder_of_one_image_and_empty_folder(self, tmp_path, capsys):
+        assert str(tmp_path) in quit_with(["--data", str(tmp_path)], capsys)
+        write_images(tmp_path, per_class=1, classes=("cat",))
+        assert str(tmp_path) in quit_with(["--data", str(tmp_path)], capsys)
+
+    def test_numbers_without_a_point(self):
+        args = train.arguments(["--beta", "1", "--alpha", "1", "--temperature", "1"])
+        assert (args.beta, args.alpha, args.temperature) == (1.0, 1.0, 1.0)
+        assert train.arguments(["--no-lead-in"]).lead_in is False
+
+
+README = (HERE / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
+
+
+class TestReadme:
+    """What the README says is so."""
+
+    @pytest.mark.parametrize("code", blocks("python"))
+    def test_python_prints_what_its_comment_says(self, code, tmp_path):
+        """In an empty folder with hardneg.py alone."""
+        shutil.copy(HERE / "hardneg.py", tmp_path)
+        run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        said = re.findall(r"print\(.*?#\s*(.*)|^# (\{.*)", code, re.M)
+        assert run.stdout.strip() and any(run.stdout.strip() in "".join(s) for s in said), (run.stdout, said)
+
+    @pytest.mark.parametrize("line", [line for code in blocks("sh") for line in code.splitlines() if line.startswith("python ")])
+    def test_commands_parse(self, line):
+        words = line.split("#")[0].split()
+        assert words[:2] == ["python", "train.py"] and train.arguments(words[2:])
+
+    def test_set_up_commands_are_those_of_ci(self):
+        setup = "python3 -m venv .venv && .venv/bin/pip install -q -r requirements.txt && .venv/bin/python "
+        assert [code.strip() for code in blocks("sh")][:2] == [setup + "train.py", setup + "-m pytest -q"]
+        assert ".venv/bin/python -m pytest -q" in (HERE / ".ci" / "run").read_text()
+
+    def test_table_is_of_the_recorded_runs(self):
+        results = json.loads((HERE / "benchmarks" / "cifar10.json").read_text())
+        sys.path.insert(0, str(HERE / "benchmarks"))
+        import cifar10
+        assert cifar10.table(results) in README
+        assert {(r["loss"], r["seed"]) for r in results} == {(m, s) for m in cifar10.METHODS for s in (0, 1, 2)}
+
+    def test_every_public_name_is_documented(self):
+        public = [x for name, x in vars(hardneg).items() if not name.startswith("_") and getattr(x, "__module__", "") == "hardneg"
+                  and callable(x)]
+        assert len(public) > 30 and not [x.__name__ for x in public if not x.__doc__]
+
+    def test_presets_have_a_row_each(self):
+        assert all(f"| `{loss}` |" in README for loss in hardneg.PRESETS)
