@@ -32,7 +32,7 @@ Sections
     1 Similarities   2 Weights      3 Objectives   4 The loss   5 Views
     6 Images         7 Encoders     8 Evaluation   9 Training
 
-Everything stays in the log domain: e^{(1+β)/t} leaves float32 at t = 0.02 already, its logarithm never does.
+Everything stays in the log domain: at β = 1 and t = 0.02 e^{(1+β)/t} is too large for float32, its logarithm never is.
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. ICLR 2021. arXiv:2010.04592
@@ -46,6 +46,7 @@ References
     [6] Chen, Kornblith, Norouzi, Hinton. A Simple Framework for Contrastive Learning of Visual Representations.
         ICML 2020. arXiv:2002.05709
 """
+import functools
 import math
 import warnings
 from pathlib import Path
@@ -70,8 +71,13 @@ def unit(x):
     entry first, so that no square over- or underflows: 1e-30 and 1e30 are as good a length as 1.
     """
     scale = x.detach().abs().amax(-1, keepdim=True)
-    x = x / scale.masked_fill(scale == 0, 1)
+    x = x / scale.masked_fill(scale < torch.finfo(x.dtype).tiny, 1)
     return x / x.norm(dim=-1, keepdim=True).clamp_min(1)  # the norm is at least 1 by now, but for a zero row
+
+
+def _wide(x):
+    """x in float32 at least: sums of half-precision numbers are no sums."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _logsumexp(x, dim=-1):
@@ -125,11 +131,12 @@ def top(logits, alpha=0.1):
 
     logits (A, N) → log weights (A, N). alpha in (0, 1] is a share of the anchor's own candidates: the threshold
     s_i^(α) is the ⌈αN⌉-th largest (at least the first), and everything at or above it stays, ties too.
-    These weights have mean α, not 1: the rest is dropped, not handed on. Limits: α = 1 is `uniform`.
+    These weights have mean α, not 1: the rest is dropped, not handed on. Limits: α = 1 is `uniform`, α → 0 the nearest
+    with weight 1 (`hardest` gives it N). Cost: a sort.
     Ref: [4] Eq. 8, 9
     """
     n = (logits > -INF).sum(-1, keepdim=True)
-    p, q = round(alpha * 10**9), 10**9  # ⌈αN⌉ in whole numbers: in floating point 0.07 · 100 rounds up to 8
+    p, q = int(alpha * 10**9), 10**9  # ⌈αN⌉ in whole numbers: in floating point 0.07 · 100 is above 7, and rounds up to 8
     kept = (-(-n * p // q)).clamp_min(1)
     descending = logits.detach().sort(-1, descending=True).values
     return uniform(logits).masked_fill(logits < descending.gather(-1, kept - 1), -INF)
@@ -153,7 +160,9 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
     f_i ← −log A − logsumexp_j(log_kernel_ij + g_j), then g the same way, until the error is at most `tolerance` (None:
     1e-5, in float64 1e-12) or after `max_steps`, with a warning the first time. The error is the mass in the wrong rows,
     Σ_i |Σ_j P_ij − 1/A| of a total of 1; the columns are exact. A row or column with nothing allowed carries no mass.
-    Differentiable: the gradient runs through every step. Cost: 2·A·N a step; 2 to 10 steps at ε = 0.3, more the smaller ε.
+    Differentiable: the gradient runs through every step, and keeps the A·N numbers of each. Cost: 2·A·N a step; 2 to 20
+    steps at ε = 0.3, more the smaller ε, and 1/error of them where the coupling must leave an allowed entry empty, as it
+    must where half of a batch shares a label; where more do, there is no coupling.
     Ref: [2] Eq. 5, Lemma 3
     """
     if tolerance is None:
@@ -181,8 +190,8 @@ def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=
     logits (A, N) → log weights (A, N), of mean 1. `epsilon` is in the unit of the cost, `temperature` is that of the
     logits (costs are of cosines), `potential` g (N,) comes from `sinkhorn`, which is run if it is not given.
     Limits: ε → ∞ is `uniform` (where nothing but each anchor's own sample is forbidden), ε → 0 exact optimal transport;
-    with potential 0, that is without marginals, and "sqeuclidean" it is `tilted` at β = t/ε.
-    Ref: [2] Eq. 5, 7, Lemma 3
+    with potential 0, that is without marginals, and "sqeuclidean" it is `tilted` at β = t/ε. Rows are taken to be unit.
+    Ref: [2] Eq. 5, Lemma 3 (Eq. 7 is printed without the factor e^{g_j})
     """
     hidden = logits == -INF
     log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
@@ -195,13 +204,14 @@ def _log_kernel(logits, epsilon, cost, kappa, temperature):
     """−C/ε, and −∞ where the logits are."""
     hidden = logits == -INF
     cosines = temperature * logits.masked_fill(hidden, 0)  # not −∞: 0 · ∞ would be the gradient of the temperature
-    return (-ground_cost(cosines, cost, kappa) / epsilon).masked_fill(hidden, -INF)
+    log_kernel = -ground_cost(cosines, cost, kappa) / epsilon
+    return log_kernel.clamp_min(torch.finfo(log_kernel.dtype).min / 4).masked_fill(hidden, -INF)  # dear, but not forbidden
 
 
 def draw(log_w, k, replacement=False, generator=None):
     """Draw k negatives for each anchor, candidate j with probability w_ij / Σ_k w_ik.
 
-    log_w (A, N) from any of the weights → indices (A, k). Without replacement no index comes twice in a row.
+    log_w (A, N) from any of the weights → indices (A, k). Without replacement no candidate comes twice for one anchor.
     generator: a torch.Generator on log_w's device; the same state draws the same indices.
     Raises ValueError where an anchor has too few candidates to draw from.
     """
@@ -224,8 +234,9 @@ def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     log max( (Σ_j w_j e^{s_j} − N τ⁺ E⁺) / (1 − τ⁺),  N e^{−1/t} ),     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m
 
     pos (A, M), neg (A, N) logits, log_w (A, N), log_w_pos (A, M; None: uniform) → (A,). N is Σ_j w_j: the number of
-    candidates for weights of mean 1, the number kept for `top`. The floor is the paper's: no cosine is below −1. Where
-    it binds, the negatives get no gradient. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
+    candidates for weights of mean 1, the number kept for `top`. The floor is that of the authors' code, as no cosine is
+    below −1 ([1] Fig. 5 prints it without N). Where it binds, the negatives get no gradient.
+    Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
     Ref: [1] Eq. 2 and Fig. 5, [2] Eq. 8
     """
     total = _logsumexp(neg + log_w)
@@ -244,8 +255,8 @@ def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     """Noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + Σ_j w_j e^{s_j}) ), the sum over j `debiased`.
 
     pos (A, M), neg (A, N) logits, log_w (A, N) → losses (A,), 0 for an anchor with no negative.
-    Limits, with one positive and uniform weights: t → 0 is `triplet`/2 at margin 0, divided by t; t → ∞ is
-    log(1 + N) + N/(1 + N)/t · `simple`.
+    Limits, with one positive and uniform weights: t → 0 of t · nce is half of `triplet` on `hardest` weights at margin 0;
+    t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 9
     """
     return -F.logsigmoid(_logsumexp(pos) - debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos))
@@ -275,7 +286,7 @@ def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     """Partially pseudo-labelled loss: −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + Σ_j w_j e^{s_j}) ).
 
     pos (A, M; −∞ where an anchor has fewer positives), neg (A, N) logits, log_w (A, N) → losses (A,).
-    It is `nce` and the spread of the positives, logsumexp_m p_m − mean_m p_m: equal to it for one positive.
+    It is `nce` plus the spread of the positives, logsumexp_m p_m − mean_m p_m, so `nce` itself for one positive.
     Ref: [3] Eq. 8
     """
     return nce(pos, neg, log_w, tau_plus, temperature, log_w_pos) + _logsumexp(pos) - _mean(pos)
@@ -331,7 +342,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     negatives        (K, D): the candidates are these rows instead, the anchors the first view alone, B of them
     labels           (B,): samples that share a label are never each other's negatives; under ppcl they are positives.
                      With negatives also (B + K,), the last K for its rows; with (B,) those share a label with nobody
-    normalize        project rows to the unit sphere first; if not, rows are taken as they are
+    normalize        project rows to the unit sphere first; if not, they are taken to be unit rows already
     detach_weights   no gradient through the weights; None: as the authors' code has it, True for transported alone
     reduction        "mean", "sum" or "none", one value per anchor
     block_size       anchors worked at a time; value and gradient do not depend on it. None: chosen, 0: all at once by
@@ -341,7 +352,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                      `negative`, the mean cosines
 
     Any floating dtype comes in; the arithmetic and the loss are in float32 at least, autocast off. An option that the
-    weights and the objective do not take has no effect. Cost: A·N·D. ValueError names the argument that is off.
+    weights and the objective do not take has no effect. Cost: A·N·D, and of transported 2·A·N for each step of Sinkhorn,
+    on the whole matrix. torch.func and a second derivative need block_size=0. ValueError names the argument that is off.
     Ref: PRESETS
     """
     o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
@@ -386,7 +398,7 @@ def _losses(o, hidden, shared, anchors, positives, candidates, temperature, pote
     neg = logits.masked_fill(hidden, -INF)
     if o.objective == "ppcl" and shared is not None:
         pos = torch.cat([pos, logits.masked_fill(~shared, -INF)], 1)        # (a, M + N)
-    o = SimpleNamespace(**vars(o), temperature=temperature, potential=potential, log_w_pos=None)
+    o = SimpleNamespace(**{**vars(o), "temperature": temperature, "potential": potential, "log_w_pos": None})
     # 2. How much does each one count?
     with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
         log_w = _apply(WEIGHTS[o.weights], o, neg)
@@ -416,9 +428,7 @@ def _roles(views, negatives, labels, normalize):
     """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the anchors:
     hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their label."""
     given = views if negatives is None else (*views, negatives)
-    dtype = torch.float32
-    for x in given:
-        dtype = torch.promote_types(dtype, x.dtype)
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in given], torch.float32)
     given = [unit(x.to(dtype)) if normalize else x.to(dtype) for x in given]
     b, device = len(views[0]), views[0].device
     labels = None if labels is None else torch.as_tensor(labels, device=device)
@@ -488,7 +498,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=()):
             values, numbers = rule(rows, *block)
         losses.append(values.detach())
         figures.append(numbers)
-        if weight is not None:
+        if weight is not None and values.requires_grad:  # not where a learned t is all there is, and has no effect
             into = [k for k, g in enumerate(gradients) if g is not None]
             parts = torch.autograd.grad(values, [block[k] for k in into], weight[rows], allow_unused=True)
             for k, part in zip(into, parts):
@@ -506,23 +516,25 @@ class _Blockwise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rule, size, reduction, *tensors):
-        wanted = ctx.needs_input_grad[3:]
-        if reduction == "none":
-            ctx.again, ctx.gradients = (rule, size, tensors, wanted), None
+        ctx.rule, ctx.size, ctx.wanted, ctx.again = rule, size, ctx.needs_input_grad[3:], reduction == "none"
+        if ctx.again:
+            ctx.constants = [None if torch.is_tensor(x) else x for x in tensors]
+            ctx.save_for_backward(*(x if torch.is_tensor(x) else None for x in tensors))
             return _sweep(rule, size, tensors)[:2]
         weight = torch.full_like(tensors[0][:, 0], 1 / len(tensors[0]) if reduction == "mean" else 1)
-        losses, figures, ctx.gradients = _sweep(rule, size, tensors, weight, wanted)
+        losses, figures, gradients = _sweep(rule, size, tensors, weight, ctx.wanted)
+        ctx.save_for_backward(*gradients)
         return losses @ weight, figures
 
     @staticmethod
     def backward(ctx, grad, _):
         if torch.is_grad_enabled():
             raise RuntimeError("this loss can be differentiated twice with block_size=0 alone")
-        gradients = ctx.gradients
-        if gradients is None:
-            rule, size, tensors, wanted = ctx.again
+        gradients = ctx.saved_tensors
+        if ctx.again:
+            tensors = [constant if x is None else x for x, constant in zip(gradients, ctx.constants)]
             with torch.autocast(grad.device.type, enabled=False):
-                gradients, grad = _sweep(rule, size, tensors, grad, wanted)[2], 1
+                gradients, grad = _sweep(ctx.rule, ctx.size, tensors, grad, ctx.wanted)[2], 1
         return None, None, None, *(None if g is None else g * grad for g in gradients)
 
 
@@ -540,13 +552,14 @@ class ContrastiveLoss(nn.Module):
         if unknown:
             raise TypeError(f"no option {', '.join(unknown)}: there are {', '.join(defaults)}")
         self.options = {"loss": loss, **options}
-        if isinstance(options.get("temperature"), nn.Parameter):
-            self.temperature = self.options.pop("temperature")
         given = {**defaults, **self.options}
         self.resolved = _options(*(given[name] for name in _takes(_options)))
+        if isinstance(options.get("temperature"), nn.Parameter):
+            self.temperature = self.options.pop("temperature")
 
     def forward(self, *views, **options):
-        return contrastive_loss(*views, **{**self.options, **self._parameters, **options})
+        learned = {"temperature": self.temperature} if hasattr(self, "temperature") else {}
+        return contrastive_loss(*views, **{**self.options, **learned, **options})
 
     def extra_repr(self):
         o = self.resolved
@@ -554,7 +567,8 @@ class ContrastiveLoss(nn.Module):
         shown = {name: getattr(o, name) for name in used if hasattr(o, name)}
         given = {name: value for name, value in self.options.items() if value is not None}
         shown = {"weights": o.weights, "objective": o.objective, **shown, **given}
-        shown |= {f"learned {name}": float(value.detach()) for name, value in self._parameters.items()}
+        if hasattr(self, "temperature"):
+            shown["temperature"] = f"{float(self.temperature.detach()):g}, learned"
         return ", ".join([repr(shown.pop("loss"))] + [f"{name}={value!r}" for name, value in shown.items()])
 
 
@@ -577,15 +591,18 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
     _require(-INF < kappa < INF, "kappa", kappa, "a finite number")
     _require(0 <= margin < INF, "margin", margin, "a number of at least 0")
     _require(reduction in ("mean", "sum", "none"), "reduction", reduction, "mean, sum or none")
-    _require(block_size is None or block_size >= 0, "block_size", block_size, "None, 0 or a number of anchors")
-    return SimpleNamespace(weights=weights, objective=objective, tau_plus=tau_plus, beta=beta, alpha=alpha,
+    _require(block_size is None or isinstance(block_size, int) and block_size >= 0, "block_size", block_size, "None, 0 or a number of anchors")
+    return SimpleNamespace(weights=weights, objective=objective, temperature=temperature, tau_plus=tau_plus, beta=beta, alpha=alpha,
                            epsilon=epsilon, cost=cost, kappa=kappa, margin=margin, detach_weights=detach_weights)
 
 
 def _check_embeddings(views, negatives, labels):
+    for name, x in [("views", x) for x in views] + ([] if negatives is None else [("negatives", negatives)]):
+        _require(torch.is_tensor(x), name, type(x).__name__, "tensors, each an argument of its own" if name == "views" else
+                 "a tensor")
     shapes = [tuple(x.shape) for x in views]
     _require(len(views) >= 2, "views", shapes, "at least two tensors (B, D)")
-    _require(len(set(shapes)) == 1 and len(shapes[0]) == 2, "views", shapes, "tensors (B, D) of one shape")
+    _require(len(set(shapes)) == 1 and len(shapes[0]) == 2 and shapes[0][1] > 0, "views", shapes, "tensors (B, D) of one shape")
     _require(all(x.is_floating_point() for x in views), "views", [x.dtype for x in views], "of a floating dtype")
     (b, d), k = shapes[0], 0
     if negatives is None:
@@ -600,7 +617,7 @@ def _check_embeddings(views, negatives, labels):
                  + (f", or ({b + k},), also one for each row of negatives" if k else ""))
     given = {f"views[{i}]": x for i, x in enumerate(views)} | ({} if negatives is None else {"negatives": negatives})
     finite = torch.stack([x.isfinite().all() for x in given.values()])
-    if _known(finite) and not finite.all():  # the only time the device is waited for
+    if _known(finite) and not finite.all():
         name, x = next((name, x) for name, x in given.items() if not x.isfinite().all())
         bad = (~x.isfinite()).any(1).sum()
         _require(False, name, f"a tensor with NaN or inf in {bad} of {len(x)} rows", "finite")
@@ -612,8 +629,8 @@ def _require(fine, name, got, allowed):
 
 
 def _known(x):
-    """Whether a value can be read: not that of a fake or meta tensor, which has a shape and a device alone."""
-    return not torch.is_tensor(x) or type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta
+    """Whether a value can be read: a meta or a fake tensor has a shape and a device alone."""
+    return not torch.is_tensor(x) or not (x.is_meta or hasattr(x, "fake_mode"))
 
 
 _warned = set()
@@ -667,7 +684,7 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     """
     b, _, height, width = images.shape
     x = images / 255 if images.dtype == torch.uint8 else images
-    u = torch.rand(b, 14, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype).unbind(1)
+    u = torch.rand(b, 13, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype).unbind(1)
 
     def between(low, high, r):
         return low + (high - low) * r
@@ -685,8 +702,9 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     turn, vivid = on * between(-hue, hue, u[9]) * 2 * math.pi, vivid * (u[10] >= gray)
     cos, sin, one = turn.cos() * vivid, turn.sin() * vivid, torch.ones_like(turn)
     chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(b, 3, 3)
-    to_yiq = torch.tensor(TO_YIQ, dtype=x.dtype, device=x.device)
-    colour = torch.linalg.inv(to_yiq) @ chroma @ to_yiq
+    to_yiq = torch.tensor(TO_YIQ, device=x.device)
+    to_rgb, to_yiq = torch.linalg.inv(to_yiq).to(x.dtype), to_yiq.to(x.dtype)
+    colour = to_rgb @ chroma @ to_yiq
     luma = (x.mean((2, 3)) @ to_yiq[0]) * light
     x = (light * sharp)[:, None, None] * (colour @ x.flatten(2)) + ((1 - sharp) * luma)[:, None, None]
     x = x.view(b, 3, height, width)
@@ -697,7 +715,7 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
 
 def _blur(x, sigma, chosen):
     """Gaussian blur of the chosen images, each with its own standard deviation in pixels, one axis after the other."""
-    radius = max(1, round(x.shape[-1] * 0.05))  # a kernel a tenth as wide as the image, [6]
+    radius = max(1, x.shape[-1] // 20)  # a kernel a tenth as wide as the image, [6]
     steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
     kernel = torch.softmax(-(steps / sigma[:, None]) ** 2 / 2, 1)
     kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
@@ -956,7 +974,7 @@ def embed(encoder, images, batch_size=500):
 def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5):
     """Weighted nearest neighbours: each of the k nearest by cosine votes for its label with e^{cos/t}. In percent.
 
-    train (n, D), test (m, D), labels (n,), (m,). k is at most n. k and t are [1]'s.
+    train (n, D), test (m, D), labels (n,), (m,). k is at most n. k and t are those of [1]'s code.
     """
     train, k = unit(train.float()), min(k, len(train))
     votes_of = F.one_hot(train_labels)
@@ -972,9 +990,11 @@ def linear_readout(train, train_labels, test, test_labels, l2=1e-3, max_steps=50
     """Accuracy of logistic regression on fixed features, in percent: mean cross-entropy + l2/2 ‖W‖².
 
     train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex, and
-    L-BFGS solves it from zero until no entry of the gradient is above 1e-4: no learning rate, no epochs, no chance.
+    L-BFGS solves it from zero until no entry of the gradient is above 1e-4 (or max_steps): no learning rate, no chance.
     """
-    mean, std = train.mean(0), train.std(0).clamp_min(1e-6)  # a constant feature stays constant
+    train, test = train.detach(), test.detach()
+    mean, std = train.mean(0), train.std(0)
+    std = std.masked_fill(std <= 1e-5 * train.abs().amax(0), INF)  # a constant feature tells nothing: 0 from here on
     x, classes = (train - mean) / std, int(train_labels.max()) + 1
     w, bias = x.new_zeros(classes, x.shape[1]).requires_grad_(), x.new_zeros(classes).requires_grad_()
     solver = torch.optim.LBFGS([w, bias], max_iter=max_steps, tolerance_grad=1e-4, tolerance_change=1e-9,
@@ -998,7 +1018,7 @@ def uniformity(z, t=2.0):
     z (n, D) → 0-d tensor, from −4t (two antipodes) to 0 (all in one point). Figures in [4] show its negative.
     Ref: [5]; [4] Eq. 10
     """
-    z, n = unit(z), len(z)
+    z, n = unit(_wide(z)), len(z)
     _require(n >= 2, "z", tuple(z.shape), "at least 2 rows")
     rows = []
     for start in range(0, n, 1000):
@@ -1012,9 +1032,9 @@ def uniformity(z, t=2.0):
 def alignment(x, y):
     """How near the views of a sample are: E ‖x_i − y_i‖² over rows of two views, from 0 (the same) to 4 (opposite).
 
-    Ref: [5]; half of it, over t², is L_align of [1] Eq. 4 to 7
+    Ref: [5]; half of it, over t², is L_align of [1] App. A.2
     """
-    return (unit(x) - unit(y)).square().sum(1).mean()
+    return (unit(_wide(x)) - unit(_wide(y))).square().sum(1).mean()
 
 
 @torch.no_grad()
@@ -1024,8 +1044,8 @@ def tolerance(z, labels):
     z (n, D), labels (n,) → 0-d tensor. The mean is over pairs that share a label, as the values in [4] Table 1 are.
     Ref: [4] Eq. 11
     """
-    z = unit(z)
-    members = F.one_hot(labels).to(z.dtype)                                     # (n, classes)
+    z = unit(_wide(z))
+    members = F.one_hot(labels.long()).to(z.dtype)                              # (n, classes)
     sums, counts = members.T @ z, members.sum(0)
     return (sums.square().sum() - z.square().sum()) / (counts * (counts - 1)).sum()  # ‖Σ z‖² counts each pair, and itself
 

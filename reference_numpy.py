@@ -179,10 +179,10 @@ def hardest(logits):
 def top(logits, alpha):
     """w_ij = 1 for s_ij ≥ s_α, 0 below; s_α is the ⌈α N_i⌉-th largest (at least the first) of the row.
 
-    ⌈α N⌉ is exact: α is the decimal that it prints as, so 0.07 of 100 is 7 (in floats 0.07·100 > 7).
+    ⌈α N⌉ is exact: α is the fraction next to it, so 0.07 of 100 is 7 and 2/3 of 3 is 2 (in floats 0.07·100 > 7).
     Ref: [4] Eq. 8, 9"""
     def rule(s):
-        kept = max(1, math.ceil(Fraction(str(alpha)) * len(s)))
+        kept = max(1, math.ceil(Fraction(alpha).limit_denominator(10**6) * len(s)))
         threshold = sorted((v.real for v in s), reverse=True)[kept - 1]
         return [0.0 if v.real >= threshold else -np.inf for v in s]
     return _rows(rule, logits)

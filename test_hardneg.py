@@ -240,7 +240,8 @@ class TestOracle:
               getattr(oracle, name)(logits, **options), 1e-10)
 
     @pytest.mark.parametrize("alpha, n, kept",
-                             [(0.07, 100, 7), (0.1, 10, 1), (0.3, 10, 3), (0.01, 10, 1), (0.55, 3, 2)])
+                             [(0.07, 100, 7), (0.1, 10, 1), (0.3, 10, 3), (0.01, 10, 1), (0.55, 3, 2),
+                              (2 / 3, 3, 2), (1 / 6, 510, 85), (5 / 6, 60, 50)])
     def test_top_keeps_the_ceiling(self, alpha, n, kept):
         logits = torch.tensor(normal(n, 1, n))
         assert (hardneg.top(logits, alpha) == 0).sum() == kept
@@ -874,6 +875,66 @@ def kept_for_backward(views, **options):
     return [x.untyped_storage().nbytes() // x.element_size() for x in [loss, *kept]]
 
 
+    @pytest.mark.parametrize("loss", ["simple", "triplet", "hcl"])
+    def test_only_the_temperature_wants_a_gradient(self, loss):
+        """As when a head is frozen; a loss on cosines does not even depend on it."""
+        x, y = torch.tensor(normal(1, 2, 4, 3))
+        learned = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        found = hardneg.ContrastiveLoss(loss, temperature=learned)(x, y)
+        found.backward()
+        assert found.isfinite() and (learned.grad != 0) == (loss == "hcl")
+
+    def test_parametrized_temperature(self):
+        """The usual way to keep a learned temperature positive."""
+        x, y = torch.tensor(normal(2, 2, 4, 3))
+        module = hardneg.ContrastiveLoss("simclr", temperature=nn.Parameter(torch.tensor(-0.2, dtype=torch.float64).abs()))
+        nn.utils.parametrize.register_parametrization(module, "temperature", nn.Softplus())
+        want = hardneg.contrastive_loss(x, y, temperature=module.temperature.item())
+        close(module(x, y), want, 1e-12)
+        with pytest.raises(ValueError, match="temperature"):
+            hardneg.ContrastiveLoss(temperature=nn.Parameter(torch.tensor(-1.0)))
+
+    def test_subclass_of_tensor_is_a_tensor(self):
+        class Named(torch.Tensor):
+            pass
+
+        x, y = torch.tensor(normal(3, 2, 8, 3))
+        named = [part.as_subclass(Named) for part in (x, y)]
+        options = {"loss": "ot", "epsilon": 0.05}
+        close(hardneg.contrastive_loss(*named, **options), hardneg.contrastive_loss(x, y, **options), 1e-12)
+        named[0][2, 1] = math.nan
+        with pytest.raises(ValueError, match="NaN"):
+            hardneg.contrastive_loss(*named)
+
+    @pytest.mark.parametrize("block_size", [None, 0])
+    def test_what_was_changed_in_place_is_not_differentiated(self, block_size):
+        x, y, bank = (torch.tensor(normal(k, 4, 3), requires_grad=k < 2) for k in range(3))
+        loss = hardneg.contrastive_loss(x, y, negatives=bank, normalize=False, reduction="none", block_size=block_size)
+        bank.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.sum().backward()
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_backward_once(self, reduction):
+        x, y = (torch.tensor(part, requires_grad=True) for part in normal(5, 2, 4, 3))
+        loss = hardneg.contrastive_loss(x, y, normalize=False, reduction=reduction).sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+    def test_cost_beyond_the_dtype(self):
+        """Every cost as large as can be: nothing tells the candidates apart, and the plan is that of equal costs."""
+        x, y = torch.tensor(normal(6, 2, 4, 3), dtype=torch.float32)
+        close(hardneg.contrastive_loss(x, y, loss="ot", cost="exp", kappa=-200.0), hardneg.contrastive_loss(x, y), 1e-5)
+
+    @pytest.mark.parametrize("views, name", [
+        (([1.0], [2.0]), "views"), ((torch.ones(3, 2).numpy(),) * 2, "views"), (((torch.ones(3, 2),) * 2,), "views"),
+        ((torch.ones(3, 0),) * 2, "views")])
+    def test_what_is_no_embedding(self, views, name):
+        with pytest.raises(ValueError, match=name):
+            hardneg.contrastive_loss(*views)
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Devices
 # ------------------------------------------------------------------------------------------------------------
@@ -1135,7 +1196,7 @@ class TestViews:
     def test_blur_is_torchvisions(self):
         x = pictures(size=32)
         blurred = hardneg.view(x, **PLAIN, blur=1, sigma=(0.8, 0.8))
-        torch.testing.assert_close(blurred, transforms.gaussian_blur(x, 5, 0.8), rtol=0, atol=1e-6)
+        torch.testing.assert_close(blurred, transforms.gaussian_blur(x, 3, 0.8), rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("option, torchvisions", [
         ("brightness", transforms.adjust_brightness), ("contrast", transforms.adjust_contrast),
@@ -1186,6 +1247,11 @@ class TestViews:
         seen = hardneg.view(x, seeded(6), blur=0.5)
         assert seen.dtype == torch.float32 and seen.shape == x.shape and 0 <= seen.min() and seen.max() <= 1
         torch.testing.assert_close(hardneg.view(x, seeded(6)), hardneg.view(x / 255, seeded(6)))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype):
+        x = pictures(4)
+        close(hardneg.view(x.to(dtype), **PLAIN), x, 0.01)
 
     def test_gradient_in_the_image(self):
         x = (pictures(2, 6) * 0.2 + 0.4).requires_grad_()
@@ -1368,6 +1434,22 @@ class TestEvaluation:
         assert hardneg.linear_readout(sets[0] * 1e3 + 5, sets[1], sets[2] * 1e3 + 5, sets[3]) == \
             pytest.approx(hardneg.linear_readout(*sets), abs=1.01)
 
+    @pytest.mark.parametrize("constant", [0.0, 0.1, 3.7])
+    def test_readout_ignores_what_was_constant(self, constant):
+        """A feature that never moved in training must not speak in the test, where it does."""
+        x, labels = torch.tensor(normal(3, 200, 4), dtype=torch.float32), torch.arange(200) % 2
+        x[:, 0] += 4 * labels
+        dull = torch.full((200, 1), constant)
+        dull[100:] += torch.tensor(normal(4, 100, 1), dtype=torch.float32)
+        clean, more = ((f[:100].requires_grad_(), labels[:100], f[100:], labels[100:])
+                       for f in (x, torch.cat([x, dull], 1)))
+        assert hardneg.linear_readout(*clean) == hardneg.linear_readout(*more) > 90
+
+    def test_figures_of_half_precision(self):
+        z, labels = torch.tensor(normal(5, 3000, 4)), torch.arange(3000) % 3
+        for figure, rest in ((hardneg.tolerance, (labels.int(),)), (hardneg.uniformity, ())):
+            close(figure((z + 1).half(), *rest), figure(z + 1, *rest), 1e-3)
+
     def test_unlabelled_images_are_left_out(self, few):
         hidden = few.train_labels.clone()
         hidden[:40] = -1
@@ -1399,7 +1481,7 @@ class TestTraining:
 
     def test_learns(self, few):
         _, seen, _ = trained(few, epochs=10)
-        assert seen[0]["loss"] > 4.5 and seen[-1]["loss"] < 4.2  # chance is log(159) = 5.07
+        assert seen[0]["loss"] < math.log(159) and seen[-1]["loss"] < seen[0]["loss"] - 0.5  # chance is log(159) = 5.07
         assert seen[-1]["positive"] > seen[-1]["negative"] + 0.6
 
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
