@@ -136,7 +136,8 @@ def top(logits, alpha=0.1):
     Ref: [4] Eq. 8, 9
     """
     n = (logits > -INF).sum(-1, keepdim=True)
-    p, q = int(alpha * 10**9), 10**9  # ⌈αN⌉ in whole numbers: in floating point 0.07 · 100 is above 7, and rounds up to 8
+    # ⌈αN⌉ in whole numbers: in floating point 0.07 · 100 is above 7, and rounds up to 8
+    p, q = int(alpha * 10**9), 10**9
     kept = (-(-n * p // q)).clamp_min(1)
     descending = logits.detach().sort(-1, descending=True).values
     return uniform(logits).masked_fill(logits < descending.gather(-1, kept - 1), -INF)
@@ -156,13 +157,14 @@ def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
 def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
     """The entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j), log_kernel = −C/ε.
 
-    log_kernel (A, N), −∞ where i and j must not be coupled → f (A,), g (N,), error. Rows and columns are scaled in turn:
-    f_i ← −log A − logsumexp_j(log_kernel_ij + g_j), then g the same way, until the error is at most `tolerance` (None:
-    1e-5, in float64 1e-12) or after `max_steps`, with a warning the first time. The error is the mass in the wrong rows,
-    Σ_i |Σ_j P_ij − 1/A| of a total of 1; the columns are exact. A row or column with nothing allowed carries no mass.
+    log_kernel (A, N), −∞ where i and j must not be coupled → f (A,), g (N,), error. Rows and columns are scaled in
+    turn: f_i ← −log A − logsumexp_j(log_kernel_ij + g_j), then g the same way, until the error is at most `tolerance`
+    (None: 1e-5, in float64 1e-12) or after `max_steps`, with a warning the first time. The error is the mass in the
+    wrong rows, Σ_i |Σ_j P_ij − 1/A| of a total of 1; the columns are exact. A row or column with nothing allowed
+    carries no mass.
     Differentiable: the gradient runs through every step, and keeps the A·N numbers of each. Cost: 2·A·N a step; 2 to 20
-    steps at ε = 0.3, more the smaller ε, and 1/error of them where the coupling must leave an allowed entry empty, as it
-    must where half of a batch shares a label; where more do, there is no coupling.
+    steps at ε = 0.3, more the smaller ε, and 1/error of them where the coupling must leave an allowed entry empty, as
+    it must where half of a batch shares a label; where more do, there is no coupling.
     Ref: [2] Eq. 5, Lemma 3
     """
     if tolerance is None:
@@ -179,8 +181,9 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
         f = f_next
         g = (log_b - _logsumexp(log_kernel + f[:, None], 0)).masked_fill(~columns, 0)
     if _known(error) and not error <= tolerance:
-        _warn_once("sinkhorn", f"Sinkhorn: {float(error.detach()):.1e} of the mass still in the wrong place after {step} "
-                   f"steps (tolerance {tolerance:.0e}): raise epsilon, or check that labels leave enough candidates")
+        _warn_once("sinkhorn", f"Sinkhorn: {float(error.detach()):.1e} of the mass still in the wrong place "
+                   f"after {step} steps (tolerance {tolerance:.0e}): raise epsilon, or check that labels leave "
+                   "enough candidates")
     return f, g, error
 
 
@@ -205,7 +208,8 @@ def _log_kernel(logits, epsilon, cost, kappa, temperature):
     hidden = logits == -INF
     cosines = temperature * logits.masked_fill(hidden, 0)  # not −∞: 0 · ∞ would be the gradient of the temperature
     log_kernel = -ground_cost(cosines, cost, kappa) / epsilon
-    return log_kernel.clamp_min(torch.finfo(log_kernel.dtype).min / 4).masked_fill(hidden, -INF)  # dear, but not forbidden
+    # dear, but not forbidden
+    return log_kernel.clamp_min(torch.finfo(log_kernel.dtype).min / 4).masked_fill(hidden, -INF)
 
 
 def draw(log_w, k, replacement=False, generator=None):
@@ -255,8 +259,8 @@ def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     """Noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + Σ_j w_j e^{s_j}) ), the sum over j `debiased`.
 
     pos (A, M), neg (A, N) logits, log_w (A, N) → losses (A,), 0 for an anchor with no negative.
-    Limits, with one positive and uniform weights: t → 0 of t · nce is half of `triplet` on `hardest` weights at margin 0;
-    t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
+    Limits, with one positive and uniform weights: t → 0 of t · nce is half of `triplet` on `hardest` weights at
+    margin 0; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 9
     """
     return -F.logsigmoid(_logsumexp(pos) - debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos))
@@ -352,8 +356,9 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                      `negative`, the mean cosines
 
     Any floating dtype comes in; the arithmetic and the loss are in float32 at least, autocast off. An option that the
-    weights and the objective do not take has no effect. Cost: A·N·D, and of transported 2·A·N for each step of Sinkhorn,
-    on the whole matrix. torch.func and a second derivative need block_size=0. ValueError names the argument that is off.
+    weights and the objective do not take has no effect. Cost: A·N·D, and of transported 2·A·N for each step of
+    Sinkhorn, on the whole matrix. torch.func and a second derivative need block_size=0. ValueError names the argument
+    that is off.
     Ref: PRESETS
     """
     o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
@@ -384,8 +389,9 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     stats = _summary(figures)
     clamped = stats.get("clamped", 0)
     if _known(clamped) and clamped > 0.5:
-        _warn_once("clamped", f"debiasing: the floor binds for {clamped:.0%} of the anchors, and gives their negatives no "
-                   f"gradient: raise temperature ({float(temperature):g}) or lower tau_plus ({o.tau_plus:g})")
+        _warn_once("clamped", f"debiasing: the floor binds for {clamped:.0%} of the anchors, and gives their "
+                   f"negatives no gradient: raise temperature ({float(temperature):g}) or lower tau_plus "
+                   f"({o.tau_plus:g})")
     return (losses, stats) if return_stats else losses
 
 
@@ -394,7 +400,8 @@ def _losses(o, hidden, shared, anchors, positives, candidates, temperature, pote
     # 1. Who could be a negative?
     cosines = anchors @ candidates.T                                        # (a, N)
     pos_cosines = torch.einsum("ad,amd->am", anchors, positives)            # (a, M)
-    logits, pos = cosines / temperature, pos_cosines / temperature          # before any −∞: t may be learned, 0 · ∞ = NaN
+    # before any −∞: t may be learned, 0 · ∞ = NaN
+    logits, pos = cosines / temperature, pos_cosines / temperature
     neg = logits.masked_fill(hidden, -INF)
     if o.objective == "ppcl" and shared is not None:
         pos = torch.cat([pos, logits.masked_fill(~shared, -INF)], 1)        # (a, M + N)
@@ -425,8 +432,9 @@ def _apply(function, o, *tensors):
 
 
 def _roles(views, negatives, labels, normalize):
-    """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the anchors:
-    hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their label."""
+    """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the
+    anchors: hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their
+    label."""
     given = views if negatives is None else (*views, negatives)
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in given], torch.float32)
     given = [unit(x.to(dtype)) if normalize else x.to(dtype) for x in given]
@@ -456,7 +464,8 @@ def _figures(o, pos, neg, log_w, return_stats):
         figures["clamped"] = torch.zeros(len(neg), device=neg.device)
         if o.tau_plus > 0 and "tau_plus" in _takes(OBJECTIVES[o.objective]):
             log_negative = debiased(pos, neg, log_w, o.tau_plus, o.temperature, o.log_w_pos)
-            figures["clamped"] = ((log_negative <= _logsumexp(log_w) - 1 / o.temperature) & (neg > -INF).any(-1)).float()
+            figures["clamped"] = ((log_negative <= _logsumexp(log_w) - 1 / o.temperature)
+                                  & (neg > -INF).any(-1)).float()
     if return_stats:
         there, pos_there = neg > -INF, pos > -INF
         n = there.sum(-1)
@@ -510,8 +519,8 @@ def _sweep(rule, size, tensors, weight=None, wanted=()):
 class _Blockwise(torch.autograd.Function):
     """`_sweep` as one step of autograd: each block's gradient is taken while its similarities are still there.
 
-    A mean or a sum scales it afterwards. With "none" the weight of each anchor is known in the backward pass only, so the
-    blocks are worked again there.
+    A mean or a sum scales it afterwards. With "none" the weight of each anchor is known in the backward pass only, so
+    the blocks are worked again there.
     """
 
     @staticmethod
@@ -541,8 +550,8 @@ class _Blockwise(torch.autograd.Function):
 class ContrastiveLoss(nn.Module):
     """`contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
 
-    Options are those of `contrastive_loss`, and are checked here; given to the call they override (a schedule's alpha, a
-    bank's rows, labels). A temperature that is an nn.Parameter is learned.
+    Options are those of `contrastive_loss`, and are checked here; given to the call they override (a schedule's alpha,
+    a bank's rows, labels). A temperature that is an nn.Parameter is learned.
     """
 
     def __init__(self, loss="simclr", **options):
@@ -558,10 +567,12 @@ class ContrastiveLoss(nn.Module):
             self.temperature = self.options.pop("temperature")
 
     def forward(self, *views, **options):
+        """The loss of the views, with the module's options and those given here."""
         learned = {"temperature": self.temperature} if hasattr(self, "temperature") else {}
         return contrastive_loss(*views, **{**self.options, **learned, **options})
 
     def extra_repr(self):
+        """The loss, and every option that it takes."""
         o = self.resolved
         used = dict.fromkeys(("temperature", *_takes(WEIGHTS[o.weights]) + _takes(OBJECTIVES[o.objective])))
         shown = {name: getattr(o, name) for name in used if hasattr(o, name)}
@@ -580,9 +591,11 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
     tau_plus = PRESETS[loss][2] if tau_plus is None else tau_plus
     detach_weights = weights == "transported" if detach_weights is None else detach_weights
     _require(weights in WEIGHTS, "weights", weights, f"one of {', '.join(WEIGHTS)}, or None for the loss's own")
-    _require(objective in OBJECTIVES, "objective", objective, f"one of {', '.join(OBJECTIVES)}, or None for the loss's own")
+    _require(objective in OBJECTIVES, "objective", objective,
+             f"one of {', '.join(OBJECTIVES)}, or None for the loss's own")
     scalar = not torch.is_tensor(temperature) or temperature.ndim == 0
-    _require(scalar and (not _known(temperature) or 0 < temperature < INF), "temperature", temperature, "a number above 0")
+    _require(scalar and (not _known(temperature) or 0 < temperature < INF), "temperature", temperature,
+             "a number above 0")
     _require(0 <= tau_plus < 1, "tau_plus", tau_plus, "in [0, 1)")
     _require(0 <= beta < INF, "beta", beta, "a number of at least 0")
     _require(0 < alpha <= 1, "alpha", alpha, "in (0, 1]")
@@ -591,26 +604,30 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
     _require(-INF < kappa < INF, "kappa", kappa, "a finite number")
     _require(0 <= margin < INF, "margin", margin, "a number of at least 0")
     _require(reduction in ("mean", "sum", "none"), "reduction", reduction, "mean, sum or none")
-    _require(block_size is None or isinstance(block_size, int) and block_size >= 0, "block_size", block_size, "None, 0 or a number of anchors")
-    return SimpleNamespace(weights=weights, objective=objective, temperature=temperature, tau_plus=tau_plus, beta=beta, alpha=alpha,
-                           epsilon=epsilon, cost=cost, kappa=kappa, margin=margin, detach_weights=detach_weights)
+    _require(block_size is None or isinstance(block_size, int) and block_size >= 0, "block_size", block_size,
+             "None, 0 or a number of anchors")
+    return SimpleNamespace(weights=weights, objective=objective, temperature=temperature, tau_plus=tau_plus, beta=beta,
+                           alpha=alpha, epsilon=epsilon, cost=cost, kappa=kappa, margin=margin,
+                           detach_weights=detach_weights)
 
 
 def _check_embeddings(views, negatives, labels):
     for name, x in [("views", x) for x in views] + ([] if negatives is None else [("negatives", negatives)]):
-        _require(torch.is_tensor(x), name, type(x).__name__, "tensors, each an argument of its own" if name == "views" else
-                 "a tensor")
+        _require(torch.is_tensor(x), name, type(x).__name__,
+                 "tensors, each an argument of its own" if name == "views" else "a tensor")
     shapes = [tuple(x.shape) for x in views]
     _require(len(views) >= 2, "views", shapes, "at least two tensors (B, D)")
-    _require(len(set(shapes)) == 1 and len(shapes[0]) == 2 and shapes[0][1] > 0, "views", shapes, "tensors (B, D) of one shape")
+    _require(len(set(shapes)) == 1 and len(shapes[0]) == 2 and shapes[0][1] > 0, "views", shapes,
+             "tensors (B, D) of one shape")
     _require(all(x.is_floating_point() for x in views), "views", [x.dtype for x in views], "of a floating dtype")
     (b, d), k = shapes[0], 0
     if negatives is None:
         _require(b >= 2, "views", shapes, "of at least 2 samples: with B = 1 there is no negative")
     else:
         k = len(negatives)
-        _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d and negatives.is_floating_point(), "negatives",
-                 f"{tuple(negatives.shape)} {negatives.dtype}", f"a tensor (K, {d}) of at least 1 row, of a floating dtype")
+        _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d and negatives.is_floating_point(),
+                 "negatives", f"{tuple(negatives.shape)} {negatives.dtype}",
+                 f"a tensor (K, {d}) of at least 1 row, of a floating dtype")
     if labels is not None:
         shape = tuple(torch.as_tensor(labels).shape)
         _require(shape in ((b,), (b + k,)), "labels", f"of shape {shape}", f"({b},), one for each sample"
@@ -645,7 +662,8 @@ def _warn_once(key, message):
 def annealed_beta(progress, beta, changes=5):
     """β brought down to 0 in stairs: β · (1 − ⌊ℓ · progress⌋ / ℓ), with ℓ = changes, over progress in [0, 1].
 
-    Hard negatives early, when they carry the most; uniform ones late, when many of the hardest are of the anchor's class.
+    Hard negatives early, when they carry the most; uniform ones late, when many of the hardest are of the anchor's
+    class.
     Ref: [1] App. C
     """
     return beta * (1 - math.floor(changes * progress) / changes)
@@ -654,7 +672,8 @@ def annealed_beta(progress, beta, changes=5):
 def lead_in(progress, alpha, until=0.5):
     """The share kept, brought down from 1 to α geometrically until `until`: α^{min(1, progress / until)}.
 
-    A random encoder's nearest candidates are near by background and colour alone; learning from those only, it stays there.
+    A random encoder's nearest candidates are near by background and colour alone; learning from those only, it stays
+    there.
     """
     return alpha ** min(1.0, progress / until)
 
@@ -666,18 +685,19 @@ def lead_in(progress, alpha, until=0.5):
 TO_YIQ = ((0.299, 0.587, 0.114), (0.5959, -0.2746, -0.3213), (0.2115, -0.5227, 0.3112))  # luma, and two axes of chroma
 
 
-def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5, jitter=0.8, brightness=0.4, contrast=0.4,
-         saturation=0.4, hue=0.1, gray=0.2, blur=0.0, sigma=(0.1, 2.0)):
+def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5, jitter=0.8, brightness=0.4,
+         contrast=0.4, saturation=0.4, hue=0.1, gray=0.2, blur=0.0, sigma=(0.1, 2.0)):
     """One random view of every image: resized crop, flip, colour jitter, grayscale, blur, each drawn for each image.
 
     images (B, 3, H, W), uint8 or floats in [0, 1] → floats in [0, 1] of the same shape, differentiable in the images.
+    generator          a torch.Generator on the images' device; all that is random is one draw, so its state replays a
+                       view
     area, ratio        ranges of the crop's share of the image and of its width to height (clipped to the image)
     flip, jitter, gray, blur       probabilities of a mirror image, of the colour jitter, of no colour, of a blur
     brightness, contrast, saturation   factors are drawn from [1 − x, 1 + x]
     hue                turns of the colour circle are drawn from [−x, x]
-    sigma              range of the blur's standard deviation, in pixels of an image 32 wide
-    Defaults are [6]'s for images of 32 × 32: colour strength 0.5, no blur, with area from 0.2 instead of 0.08. All that is
-    random comes from one draw by `generator` (on the images' device): the same state replays the same views.
+    sigma              range of the blur's standard deviation, in pixels
+    Defaults are [6]'s for images of 32 × 32: colour strength 0.5, no blur, but with area from 0.2 instead of 0.08.
     Colour is one affine map per pixel: in luma and chroma, brightness scales both, contrast both around the mean luma,
     saturation and hue scale and turn chroma. So the four commute, need no random order, and the result is clipped once.
     Ref: [6] App. A; [3] 3.1 for the gradient
@@ -698,7 +718,8 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     x = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
     # colour: rgb → yiq, turn and scale chroma, → rgb, as one matrix and one offset an image
     on = (u[5] < jitter).to(x.dtype)
-    light, sharp, vivid = (1 + on * between(-s, s, r) for s, r in ((brightness, u[6]), (contrast, u[7]), (saturation, u[8])))
+    light, sharp, vivid = (1 + on * between(-s, s, r)
+                           for s, r in ((brightness, u[6]), (contrast, u[7]), (saturation, u[8])))
     turn, vivid = on * between(-hue, hue, u[9]) * 2 * math.pi, vivid * (u[10] >= gray)
     cos, sin, one = turn.cos() * vivid, turn.sin() * vivid, torch.ones_like(turn)
     chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(b, 3, 3)
@@ -709,7 +730,7 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     x = (light * sharp)[:, None, None] * (colour @ x.flatten(2)) + ((1 - sharp) * luma)[:, None, None]
     x = x.view(b, 3, height, width)
     if blur > 0:
-        x = _blur(x, between(*sigma, u[11]) * width / 32, u[12] < blur)
+        x = _blur(x, between(*sigma, u[11]), u[12] < blur)
     return x.clamp(0, 1)
 
 
@@ -737,6 +758,7 @@ class Images(NamedTuple):
     classes: list
 
     def to(self, device):
+        """The same images on another device."""
         return Images(*(x.to(device) if torch.is_tensor(x) else x for x in self))
 
 
@@ -765,8 +787,8 @@ def _polygon(a, corners):
 def shapes(n=8000, classes=10, seed=0, size=32):
     """Images of outlines, made here: each class an outline, all else random (colours, place, size, turn, background).
 
-    n images → uint8 (n, 3, size, size) and labels (n,). Pixels tell nearly nothing of the class, as nothing but the form
-    does; still a small network learns it in a minute. classes: 2 to 10. The same seed draws the same images.
+    n images → uint8 (n, 3, size, size) and labels (n,). Pixels tell nearly nothing of the class, as nothing but the
+    form does; still a small network learns it in a minute. classes: 2 to 10. The same seed draws the same images.
     """
     _require(2 <= classes <= len(OUTLINES), "classes", classes, f"2 to {len(OUTLINES)}")
     _require(n >= 1, "n", n, "at least 1")
@@ -788,7 +810,8 @@ def shapes(n=8000, classes=10, seed=0, size=32):
         inside = torch.sigmoid((edge * radius - (x * x + y * y).sqrt()) * size / 2)[:, None]
         first = torch.randint(len(CRAYONS), (k,), generator=generator)
         second = (first + torch.randint(1, len(CRAYONS), (k,), generator=generator)) % len(CRAYONS)  # never the same
-        ink, paper = (torch.tensor(CRAYONS)[c][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second))
+        ink, paper = (torch.tensor(CRAYONS)[c][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
+                      for c in (first, second))
         light = 0.9 + 0.2 * rand(k, 1, 1, 1)
         picture = light * (paper + (ink - paper) * inside) + 0.05 * torch.randn(k, 3, size, size, generator=generator)
         images[some] = (picture.clamp(0, 1) * 255).to(torch.uint8)
@@ -798,12 +821,12 @@ def shapes(n=8000, classes=10, seed=0, size=32):
 def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
     """A data set by name, or a folder of images → Images.
 
-    data       "shapes"; a torchvision set: "cifar10", "cifar100", "stl10", "svhn", "fashion-mnist"; or a folder with one
-               folder of images per class, either directly (every fifth image of a class is then kept for the test) or in
-               train/ and test/ (or val/)
+    data       "shapes"; a torchvision set: "cifar10", "cifar100", "stl10", "svhn", "fashion-mnist"; or a folder with
+               one folder of images per class, either directly (every fifth image of a class is then kept for the test)
+               or in train/ and test/ (or val/)
     root       where torchvision's sets are, or are downloaded to
-    size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its own
-               (even) side if it is square and at most 96, else 32, 64 or 96
+    size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its
+               own (even) side if it is square and at most 96, else 32, 64 or 96
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
     A file that cannot be read as an image is named in a warning and left out.
     """
@@ -847,8 +870,8 @@ def _from_torchvision(name, root):
         try:
             found.append(getattr(datasets, kind)(root, download=True, **arguments))
         except Exception as error:  # no network, no place to write, a broken archive: each with an exception of its own
-            raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}). Put torchvision's files of "
-                               f"{kind} there, or name a folder of images") from error
+            raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}). Put torchvision's "
+                               f"files of {kind} there, or name a folder of images") from error
     sets = []
     for part in found:
         x = torch.as_tensor(part.data)
@@ -869,7 +892,8 @@ def _from_folder(folder, size, fraction, seed):
     except FileNotFoundError as error:
         raise ValueError(f"data is {folder}; it must be a folder of images: {error}") from None
     classes = found[0].classes
-    _require(found[-1].classes == classes, "data", folder, f"a folder whose train/ and test/ hold the same classes, {classes}")
+    _require(found[-1].classes == classes, "data", folder,
+             f"a folder whose train/ and test/ hold the same classes, {classes}")
     files = [part.samples for part in found]
     if len(files) == 1:  # no test set: every fifth image of each class is it
         place = [k - files[0].index(next(f for f in files[0] if f[1] == c)) for k, (_, c) in enumerate(files[0])]
@@ -878,13 +902,14 @@ def _from_folder(folder, size, fraction, seed):
     train, train_labels, size = _read_images([files[0][k] for k in keep], size)
     _require(len(train) >= 2, "data", folder, "a folder with at least 2 readable images to train on")
     test, test_labels, _ = _read_images(files[1], size)
-    _require(len(test) >= 1, "data", folder, "a folder with a test/ beside train/, or at least 5 readable images of some class,"
-             " every fifth of which is for the test")
+    _require(len(test) >= 1, "data", folder, "a folder with a test/ beside train/, or at least 5 readable images of "
+             "some class, every fifth of which is for the test")
     return Images(train, train_labels, test, test_labels, classes)
 
 
 def _read_images(files, size):
-    """Files with labels as one tensor uint8 (n, 3, size, size), the labels, the size; what cannot be read is left out."""
+    """Files with labels as one tensor uint8 (n, 3, size, size), the labels, the size; what cannot be read is left
+    out."""
     from torchvision.datasets.folder import default_loader
     from torchvision.transforms import functional as T
 
@@ -907,8 +932,8 @@ def _read_images(files, size):
         labels.append(label)
         size = pictures[0].shape[-1]
     if bad:
-        warnings.warn(f"{len(bad)} of {len(files)} files cannot be read as images and were left out: {', '.join(bad[:5])}"
-                      + (", …" if len(bad) > 5 else ""))
+        warnings.warn(f"{len(bad)} of {len(files)} files cannot be read as images and were left out: "
+                      f"{', '.join(bad[:5])}" + (", …" if len(bad) > 5 else ""))
     return torch.stack(pictures) if pictures else torch.empty(0), torch.tensor(labels, dtype=torch.long), size
 
 
@@ -919,9 +944,10 @@ def _read_images(files, size):
 class Encoder(nn.Module):
     """A backbone that gives features and a two-layer head that gives the embedding for the loss.
 
-    name: "small" (four convolutions, a minute on a CPU), "resnet18" or "resnet50"; dim: of the embedding; size: side of the
-    images. Images (B, 3, H, W) in [0, 1] → features (B, self.features), embeddings (B, dim). The features are what is kept
-    after training. torchvision's networks get a 3 × 3 first convolution and no max-pooling for images of at most 64 pixels.
+    name: "small" (four convolutions, a minute on a CPU), "resnet18" or "resnet50"; dim: of the embedding; size: side of
+    the images. Images (B, 3, H, W) in [0, 1] → features (B, self.features), embeddings (B, dim). The features are what
+    is kept after training. torchvision's networks get a 3 × 3 first convolution and no max-pooling for images of at
+    most 64 pixels.
     Ref: [6] App. B.9 for small images; [1] App. C
     """
 
@@ -949,6 +975,7 @@ class Encoder(nn.Module):
         self.head = nn.Sequential(nn.Linear(self.features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, dim))
 
     def forward(self, images):
+        """Images (B, 3, H, W) in [0, 1] → features (B, self.features), embeddings (B, dim)."""
         features = self.backbone(4 * images - 2)  # about mean 0 and variance 1
         return features, self.head(features)
 
@@ -989,8 +1016,9 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
 def linear_readout(train, train_labels, test, test_labels, l2=1e-3, max_steps=500):
     """Accuracy of logistic regression on fixed features, in percent: mean cross-entropy + l2/2 ‖W‖².
 
-    train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex, and
-    L-BFGS solves it from zero until no entry of the gradient is above 1e-4 (or max_steps): no learning rate, no chance.
+    train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex,
+    and L-BFGS solves it from zero until no entry of the gradient is above 1e-4 (or max_steps): no learning rate, no
+    chance.
     """
     train, test = train.detach(), test.detach()
     mean, std = train.mean(0), train.std(0)
@@ -1047,11 +1075,13 @@ def tolerance(z, labels):
     z = unit(_wide(z))
     members = F.one_hot(labels.long()).to(z.dtype)                              # (n, classes)
     sums, counts = members.T @ z, members.sum(0)
-    return (sums.square().sum() - z.square().sum()) / (counts * (counts - 1)).sum()  # ‖Σ z‖² counts each pair, and itself
+    # ‖Σ z‖² counts each pair, and itself
+    return (sums.square().sum() - z.square().sum()) / (counts * (counts - 1)).sum()
 
 
 def evaluate(encoder, images):
-    """Linear readout and kNN accuracy of the features in percent; uniformity and tolerance of the test set's embeddings.
+    """Linear readout and kNN accuracy of the features in percent; uniformity and tolerance of the test set's
+    embeddings.
 
     encoder: an Encoder, or None for the pixels themselves (averaged to 32 × 32 where there are more). → dict of floats.
     Training images without a label (−1) are left out.
@@ -1093,19 +1123,21 @@ class Training:
     criterion        a ContrastiveLoss
     epochs, batch_size   every epoch goes through all images once, in batches of nearly one size, at most batch_size
     lr, weight_decay     of AdamW; the rate climbs for the first tenth of the run and falls to 0 by a cosine
-    schedules        {option of the loss: function of the progress in [0, 1]}, such as {"alpha": lambda p: lead_in(p, 0.1)}
+    schedules        {option of the loss: function of the progress in [0, 1]}, such as
+                     {"alpha": lambda p: lead_in(p, 0.1)}
     view_options     options of `view`
     true_positives   the second view is of another image of the same class, at random
     bfloat16         autocast for the encoder; None: where the hardware has it
     seed             of order and views: on one machine the same seed gives the same run
 
-    A step yields {"epoch", "step", "steps", "images", "loss", "clamped", "ess", "positive", "negative"} and the scheduled
-    options; figures are 0-d tensors on the device. A loss that is not finite stops the run with a FloatingPointError.
+    A step yields {"epoch", "step", "steps", "images", "loss", "clamped", "ess", "positive", "negative"} and the
+    scheduled options; figures are 0-d tensors on the device. A loss that is not finite stops the run with a
+    FloatingPointError.
     After an epoch's last step state_dict() holds all that load_state_dict() needs to continue to the same end.
     """
 
-    def __init__(self, encoder, images, criterion, epochs=14, batch_size=256, lr=6e-3, weight_decay=1e-4, schedules=None,
-                 view_options=None, true_positives=False, bfloat16=None, seed=0):
+    def __init__(self, encoder, images, criterion, epochs=14, batch_size=256, lr=6e-3, weight_decay=1e-4,
+                 schedules=None, view_options=None, true_positives=False, bfloat16=None, seed=0):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
         _require(epochs >= 1, "epochs", epochs, "at least 1")
@@ -1118,16 +1150,19 @@ class Training:
         self.schedules, self.view_options, self.true_positives = schedules or {}, view_options, true_positives
         self.bfloat16 = _has_bfloat16(device) if bfloat16 is None else bfloat16
         self.generator = torch.Generator(device)
-        self.optimizer = torch.optim.AdamW([*encoder.parameters(), *criterion.parameters()], lr, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW([*encoder.parameters(), *criterion.parameters()], lr,
+                                           weight_decay=weight_decay)
 
     @property
     def steps(self):
+        """Steps of the whole run."""
         return self.epochs * self.batches
 
     def __iter__(self):
         n, device = len(self.images.train), self.images.train.device
         while self.epoch < self.epochs:
-            self.generator.manual_seed(self.seed * 100_003 + self.epoch)  # what is random in an epoch is its own: it resumes
+            # what is random in an epoch is its own: it resumes
+            self.generator.manual_seed(self.seed * 100_003 + self.epoch)
             order = torch.randperm(n, generator=self.generator, device=device)
             partners = self._partners() if self.true_positives else None
             first = self.epoch * self.batches
@@ -1149,7 +1184,8 @@ class Training:
                                           None if partners is None else images[partners], self.view_options, **options)
             _require(bool(loss.isfinite()), "the loss", float(loss.detach()), "finite")
         except ValueError as error:
-            raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. Is lr ({self.lr:g}) too high?") from error
+            raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. "
+                                     f"Is lr ({self.lr:g}) too high?") from error
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -1167,10 +1203,12 @@ class Training:
         return partners
 
     def state_dict(self):
+        """All that a run needs to go on from the end of an epoch."""
         return {"epoch": self.epoch, "encoder": self.encoder.state_dict(), "criterion": self.criterion.state_dict(),
                 "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state):
+        """Go on from such a state."""
         self.epoch = state["epoch"]
         for name in ("encoder", "criterion", "optimizer"):
             getattr(self, name).load_state_dict(state[name])

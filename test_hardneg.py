@@ -887,7 +887,8 @@ def kept_for_backward(views, **options):
     def test_parametrized_temperature(self):
         """The usual way to keep a learned temperature positive."""
         x, y = torch.tensor(normal(2, 2, 4, 3))
-        module = hardneg.ContrastiveLoss("simclr", temperature=nn.Parameter(torch.tensor(-0.2, dtype=torch.float64).abs()))
+        module = hardneg.ContrastiveLoss("simclr",
+                                         temperature=nn.Parameter(torch.tensor(-0.2, dtype=torch.float64).abs()))
         nn.utils.parametrize.register_parametrization(module, "temperature", nn.Softplus())
         want = hardneg.contrastive_loss(x, y, temperature=module.temperature.item())
         close(module(x, y), want, 1e-12)
@@ -1191,7 +1192,8 @@ class TestViews:
 
     def test_gray_is_torchvisions(self):
         x = pictures()
-        torch.testing.assert_close(hardneg.view(x, **PLAIN | {"gray": 1}), transforms.rgb_to_grayscale(x, 3), rtol=0, atol=1e-3)
+        torch.testing.assert_close(hardneg.view(x, **PLAIN | {"gray": 1}), transforms.rgb_to_grayscale(x, 3),
+                                   rtol=0, atol=1e-3)
 
     def test_blur_is_torchvisions(self):
         x = pictures(size=32)
@@ -1352,7 +1354,8 @@ class TestImages:
     def test_torchvisions_formats(self, monkeypatch, name, kind, data, labels):
         """Stand-ins that hold their data as torchvision's classes do."""
         attribute = "labels" if kind in ("STL10", "SVHN") else "targets"
-        monkeypatch.setattr(datasets, kind, lambda root, download, **which: SimpleNamespace(data=data, **{attribute: labels}))
+        monkeypatch.setattr(datasets, kind,
+                            lambda root, download, **which: SimpleNamespace(data=data, **{attribute: labels}))
         images = hardneg.load(name)
         assert images.train.shape[:2] == (6, 3) and images.train.dtype == torch.uint8
         assert images.train_labels.tolist() == list(labels)
@@ -1424,12 +1427,14 @@ class TestEvaluation:
         def objective(flat):
             w, bias = flat[:15].reshape(3, 5), flat[15:]
             scores = scaled[train] @ w.T + bias
-            return np.mean(logsumexp(scores, axis=1) - scores[np.arange(200), labels[train]]) + 1e-3 / 2 * (w ** 2).sum()
+            return (np.mean(logsumexp(scores, axis=1) - scores[np.arange(200), labels[train]])
+                    + 1e-3 / 2 * (w ** 2).sum())
 
         best = minimize(objective, np.zeros(18), tol=1e-9).x
         expected = 100 * np.mean((scaled[test] @ best[:15].reshape(3, 5).T + best[15:]).argmax(1) == labels[test])
         sets = [torch.as_tensor(s) for s in (x[train], labels[train], x[test], labels[test])]
-        assert hardneg.linear_readout(*sets) == pytest.approx(expected, abs=1.01)  # at most one of the hundred on the border
+        # at most one of the hundred on the border
+        assert hardneg.linear_readout(*sets) == pytest.approx(expected, abs=1.01)
         assert hardneg.linear_readout(*sets) == hardneg.linear_readout(*sets)
         assert hardneg.linear_readout(sets[0] * 1e3 + 5, sets[1], sets[2] * 1e3 + 5, sets[3]) == \
             pytest.approx(hardneg.linear_readout(*sets), abs=1.01)
@@ -1497,8 +1502,8 @@ class TestTraining:
         whole, _, _ = trained(few, epochs=2)
         _, _, first = trained(few, epochs=2, until=3)
         torch.manual_seed(1)
-        second = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), epochs=2, batch_size=80, lr=3e-3,
-                                  bfloat16=False)
+        second = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), epochs=2, batch_size=80,
+                                  lr=3e-3, bfloat16=False)
         second.load_state_dict(first.state_dict())
         steps = [progress["step"] for progress in second]
         assert steps == [4, 5, 6] and same_weights(whole, second.encoder)
@@ -1506,7 +1511,8 @@ class TestTraining:
     def test_every_image_once_an_epoch_in_batches_of_one_size(self, few):
         _, seen, _ = trained(few, epochs=1, batch_size=70)
         assert [p["images"] for p in seen] == [60] * 4
-        _, seen, _ = trained(few._replace(train=few.train[:5], train_labels=few.train_labels[:5]), epochs=1, batch_size=2)
+        _, seen, _ = trained(few._replace(train=few.train[:5], train_labels=few.train_labels[:5]), epochs=1,
+                             batch_size=2)
         assert [p["images"] for p in seen] == [3, 2]  # never a batch of one, which has no negatives
 
     def test_schedules_reach_the_loss(self, few):
@@ -1544,7 +1550,8 @@ class TestTraining:
             trained(few._replace(train=few.train[:1], train_labels=few.train_labels[:1]))
 
     def test_import_prints_nothing(self):
-        run = subprocess.run([sys.executable, "-c", "import hardneg"], cwd=HERE, capture_output=True, text=True, check=True)
+        run = subprocess.run([sys.executable, "-c", "import hardneg"], cwd=HERE, capture_output=True, text=True,
+                             check=True)
         assert run.stdout == run.stderr == ""
 
     def test_torch_alone_is_enough_for_the_losses(self):
@@ -1580,15 +1587,17 @@ class TestCommandLine:
     """train.py as a person uses it, mistakes and Ctrl-C included."""
 
     def test_a_whole_run(self, tmp_path):
-        command = [sys.executable, "train.py", "--loss", "hard", "--alpha", "0.3", *TINY, "--out", str(tmp_path / "run")]
-        alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine take minutes
+        command = [sys.executable, "train.py", "--loss", "hard", "--alpha", "0.3", *TINY,
+                   "--out", str(tmp_path / "run")]
+        # threads that wait for each other on a busy machine take minutes
+        alone = {**os.environ, "OMP_NUM_THREADS": "1"}
         run = subprocess.run(command, cwd=HERE, capture_output=True, text=True, env=alone)
         assert run.returncode == 0, run.stderr
         assert "raw pixels" in run.stdout and "untrained encoder" in run.stdout and "trained encoder" in run.stdout
         assert "images/s" in run.stderr  # the bar
         results = json.loads((tmp_path / "run" / "results.json").read_text())
-        assert set(results) == {"loss", "method", "data", "seed", "epochs", "seconds", "images_per_second", "linear", "knn",
-                                "uniformity", "tolerance", "untrained", "raw", "options", "versions"}
+        assert set(results) == {"loss", "method", "data", "seed", "epochs", "seconds", "images_per_second", "linear",
+                                "knn", "uniformity", "tolerance", "untrained", "raw", "options", "versions"}
         assert results["loss"] == "hard" and results["options"]["alpha"] == 0.3 and results["epochs"] == 2
         assert set(results["raw"]) == set(results["untrained"]) == {"linear", "knn"} and 0 < results["linear"] <= 100
         assert (tmp_path / "run" / "curves.png").stat().st_size > 5000
@@ -1597,7 +1606,8 @@ class TestCommandLine:
     def test_every_loss_has_its_command(self, loss, tmp_path, small_shapes, capsys):
         train.main(["--loss", loss, "--epochs", "1", "--fraction", "0.1", "--batch-size", "40", "--out", str(tmp_path)])
         out = capsys.readouterr().out
-        assert "trained encoder" in out and ("log(2B − 1)" in out) == (loss in ("simclr", "debiased", "hcl", "ot", "ppcl"))
+        assert "trained encoder" in out and \
+            ("log(2B − 1)" in out) == (loss in ("simclr", "debiased", "hcl", "ot", "ppcl"))
 
     def test_killed_and_resumed_it_ends_the_same(self, tmp_path, small_shapes, monkeypatch, capsys):
         command = ["--epochs", "3", "--fraction", "0.1", "--batch-size", "40"]
@@ -1620,8 +1630,9 @@ class TestCommandLine:
         assert "--loss was hcl" in complaint
 
     @pytest.mark.parametrize("arguments, complaint", [
-        (["--loss", "hcI"], "invalid choice: 'hcI'"), (["--alpha", "much"], "--alpha"), (["--alpha", "0"], "alpha is 0"),
-        (["--temperature", "-1"], "temperature is -1"), (["--fraction", "2"], "fraction is 2"), (["--epochs", "0"], "epochs is 0"),
+        (["--loss", "hcI"], "invalid choice: 'hcI'"), (["--alpha", "much"], "--alpha"),
+        (["--alpha", "0"], "alpha is 0"), (["--temperature", "-1"], "temperature is -1"),
+        (["--fraction", "2"], "fraction is 2"), (["--epochs", "0"], "epochs is 0"),
         (["--data", "no/such/folder"], "data is no/such/folder"), (["--batch-size", "1"], "batch_size is 1"),
         (["--resume", "--out", "no/such/run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
         (["--device", "abacus"], "abacus")])
@@ -1658,7 +1669,8 @@ class TestReadme:
         said = re.findall(r"print\(.*?#\s*(.*)|^# (\{.*)", code, re.M)
         assert run.stdout.strip() and any(run.stdout.strip() in "".join(s) for s in said), (run.stdout, said)
 
-    @pytest.mark.parametrize("line", [line for code in blocks("sh") for line in code.splitlines() if line.startswith("python ")])
+    @pytest.mark.parametrize("line", [line for code in blocks("sh") for line in code.splitlines()
+                                      if line.startswith("python ")])
     def test_commands_parse(self, line):
         words = line.split("#")[0].split()
         assert words[:2] == ["python", "train.py"] and train.arguments(words[2:])
@@ -1676,8 +1688,8 @@ class TestReadme:
         assert {(r["loss"], r["seed"]) for r in results} == {(m, s) for m in cifar10.METHODS for s in (0, 1, 2)}
 
     def test_every_public_name_is_documented(self):
-        public = [x for name, x in vars(hardneg).items() if not name.startswith("_") and getattr(x, "__module__", "") == "hardneg"
-                  and callable(x)]
+        public = [x for name, x in vars(hardneg).items()
+                  if not name.startswith("_") and getattr(x, "__module__", "") == "hardneg" and callable(x)]
         assert len(public) > 30 and not [x.__name__ for x in public if not x.__doc__]
 
     def test_presets_have_a_row_each(self):

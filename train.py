@@ -1,7 +1,7 @@
 """Train an encoder without labels, and see what it has learned: python train.py --loss hard --alpha 0.3
 
-A progress bar, then a table of how well the features of the raw pixels, of the untrained and of the trained encoder tell
-the classes apart; results.json, curves.png and the checkpoint lie in the folder of --out.
+A progress bar, then a table of how well the features of the raw pixels, of the untrained and of the trained encoder
+tell the classes apart; results.json, curves.png and the checkpoint lie in the folder of --out.
 """
 import argparse
 import json
@@ -33,49 +33,57 @@ def arguments(argv=None):
     group = parser.add_argument_group("the loss")
     group.add_argument("--loss", default="hcl", choices=hardneg.PRESETS, help="a preset of weights and objective")
     group.add_argument("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives, instead of the loss's own")
-    group.add_argument("--objective", choices=hardneg.OBJECTIVES, help="what is done with them, instead of the loss's own")
+    group.add_argument("--objective", choices=hardneg.OBJECTIVES,
+                       help="what is done with them, instead of the loss's own")
     group.add_argument("--temperature", type=float, default=0.3, metavar="t", help="divides cosines, above 0")
     group = parser.add_argument_group("debiased and hcl [1]")
     group.add_argument("--tau-plus", type=float, metavar="T",
-                       help="probability that a negative is of the anchor's class, in [0, 1); None: the loss's own, 0.1 "
-                            "for debiased and hcl, 0 for others")
-    group.add_argument("--beta", type=float, default=1.0, metavar="B", help="concentration on near negatives, 0 or more")
+                       help="probability that a negative is of the anchor's class, in [0, 1); None: the loss's own, "
+                            "0.1 for debiased and hcl, 0 for others")
+    group.add_argument("--beta", type=float, default=1.0, metavar="B",
+                       help="concentration on near negatives, 0 or more")
     group.add_argument("--anneal", action=flag, default=False, help="bring beta down to 0 in five stairs over the run")
     group.add_argument("--true-positives", action=flag, default=False,
                        help="take the second view of another image of the same class: looks at the labels")
     group = parser.add_argument_group("ot [2]")
     group.add_argument("--epsilon", type=float, default=0.3, metavar="E",
                        help="entropic regularisation in the unit of the cost, above 0: the smaller, the harder")
-    group.add_argument("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"), help="ground cost of the coupling")
+    group.add_argument("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"),
+                       help="ground cost of the coupling")
     group.add_argument("--kappa", type=float, default=0.0, metavar="K", help="κ of the cost exp")
     group.add_argument("--margin", type=float, default=0.0, metavar="M",
                        help="of triplet, in the unit of a squared distance, 0 or more")
     group = parser.add_argument_group("hard and hard-simple [4]")
-    group.add_argument("--alpha", type=float, default=0.1, metavar="A", help="share of nearest negatives kept, in (0, 1]")
+    group.add_argument("--alpha", type=float, default=0.1, metavar="A",
+                       help="share of nearest negatives kept, in (0, 1]")
     group.add_argument("--lead-in", action=flag, default=True,
                        help="bring the share down from 1 to alpha over the first half of the run")
 
     group = parser.add_argument_group("data")
     group.add_argument("--data", default="shapes", metavar="NAME",
-                       help=f"shapes (built in), {', '.join(hardneg.TORCHVISION)}, or a folder with a folder of images for "
-                            "each class, or with train/ and test/ of that kind in it")
-    group.add_argument("--root", default="data", metavar="DIR", help="where torchvision's sets are, or are downloaded to")
+                       help=f"shapes (built in), {', '.join(hardneg.TORCHVISION)}, or a folder with a folder of images "
+                            "for each class, or with train/ and test/ of that kind in it")
+    group.add_argument("--root", default="data", metavar="DIR",
+                       help="where torchvision's sets are, or are downloaded to")
     group.add_argument("--fraction", type=float, default=1.0, metavar="F",
                        help="share of each class's training images to use, in (0, 1]; the same ones for every seed")
     group.add_argument("--size", type=int, metavar="S",
-                       help="side in pixels that a folder's images are brought to; None: that of the first one, if it is "
-                            "square and at most 96")
+                       help="side in pixels that a folder's images are brought to; None: that of the first one, if it "
+                            "is square and at most 96")
 
     group = parser.add_argument_group("training")
-    group.add_argument("--method", default="simclr", choices=("simclr",), help="where the views and candidates come from")
+    group.add_argument("--method", default="simclr", choices=("simclr",),
+                       help="where the views and candidates come from")
     group.add_argument("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     group.add_argument("--epochs", type=int, default=14, metavar="N", help="times that every image is seen")
     group.add_argument("--batch-size", type=int, default=256, metavar="B", help="images in a batch, at least 2")
     group.add_argument("--lr", type=float, default=6e-3, metavar="LR", help="highest learning rate, of AdamW")
     group.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="of AdamW")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights, the order and the views")
-    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="D", help="cpu, cuda, …")
-    group.add_argument("--out", type=Path, metavar="DIR", help="folder for what comes out; None: runs/DATA-METHOD-LOSS-SEED")
+    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="D",
+                       help="cpu, cuda, …")
+    group.add_argument("--out", type=Path, metavar="DIR",
+                       help="folder for what comes out; None: runs/DATA-METHOD-LOSS-SEED")
     group.add_argument("--resume", action=flag, default=False, help="go on from the last epoch saved in DIR")
     args = parser.parse_args(argv)
     if args.out is None:
@@ -91,15 +99,16 @@ def main(argv=None):
         saved = "the same command with --resume goes on from the last epoch" if (args.out / "checkpoint.pt").exists() \
             else "no epoch was finished, nothing is saved"
         sys.exit(f"\nStopped; {saved}.")
-    except (ValueError, RuntimeError, FloatingPointError) as error:  # of arguments, of data that are not there, of a loss
+    # of arguments, of data that are not there, of a loss
+    except (ValueError, RuntimeError, FloatingPointError) as error:
         sys.exit(f"train.py: {error}")
 
 
 def run(args):
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    options = {name: getattr(args, name) for name in ("weights", "objective", "temperature", "tau_plus", "beta", "alpha",
-                                                      "epsilon", "cost", "kappa", "margin")}
+    options = {name: getattr(args, name) for name in ("weights", "objective", "temperature", "tau_plus", "beta",
+                                                      "alpha", "epsilon", "cost", "kappa", "margin")}
     criterion = hardneg.ContrastiveLoss(args.loss, **options)
     schedules = {}
     if args.lead_in and criterion.resolved.weights == "top":
@@ -111,15 +120,16 @@ def run(args):
     view_options = {"blur": 0.5} if images.train.shape[-1] > 64 else {}  # blurred, small images lose what they show
     training = hardneg.Training(encoder, images, criterion, args.epochs, args.batch_size, args.lr, args.weight_decay,
                                 schedules, view_options, args.true_positives, seed=args.seed)
-    print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, {len(images.classes)} classes, "
-          f"{images.train.shape[-1]} × {images.train.shape[-1]} pixels, on {device}")
+    print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
+          f"{len(images.classes)} classes, {images.train.shape[-1]} × {images.train.shape[-1]} pixels, on {device}")
     print(criterion)
 
     args.out.mkdir(parents=True, exist_ok=True)
     same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root")}
     state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None}
     if state["before"] is None:
-        print("how well the classes can be told by the raw pixels, and by the encoder before it is trained …", flush=True)
+        print("how well the classes can be told by the raw pixels, and by the encoder before it is trained …",
+              flush=True)
         state["before"] = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
     learn(args, training, state, same)
     report(args, state, hardneg.evaluate(encoder, images), len(images.train))

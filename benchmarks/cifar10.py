@@ -1,8 +1,9 @@
 """The README's CIFAR-10 table, run again: python benchmarks/cifar10.py FOLDER
 
-FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/. Each method is trained with three seeds on 20 000
-images (2 000 of each class, the same for all); readout and kNN are of the features of these and of the test images. A run whose results are there is not run again, so a kill costs the runs that were under way. The
-options of each method were chosen on seed 100, which is none of the three. Results come to benchmarks/cifar10.json.
+FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/. Each method is trained with three seeds on
+20 000 images (2 000 of each class, the same for all); readout and kNN are of the features of these and of the test
+images. A run whose results are there is not run again, so a kill costs the runs that were under way. The options of
+each method were chosen on seed 100, which is none of the three. Results come to benchmarks/cifar10.json.
 """
 import argparse
 import json
@@ -29,9 +30,10 @@ SEEDS = (0, 1, 2)
 def run(data, out, method, seed, threads):
     folder = out / f"{method}-{seed}"
     if not (folder / "results.json").exists():
-        command = [sys.executable, HERE.parent / "train.py", "--data", data, "--loss", method, *METHODS[method], *COMMON,
-                   "--seed", str(seed), "--out", folder]
-        log = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        command = [sys.executable, HERE.parent / "train.py", "--data", data, "--loss", method, *METHODS[method],
+                   *COMMON, "--seed", str(seed), "--out", folder]
+        log = subprocess.run(command, capture_output=True, text=True,
+                             env={**os.environ, "OMP_NUM_THREADS": str(threads)})
         if log.returncode:
             raise RuntimeError(f"{method}, seed {seed}: {log.stderr[-500:]}")
     results = json.loads((folder / "results.json").read_text())
