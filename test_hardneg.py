@@ -1373,7 +1373,7 @@ class TestImages:
 class TestEncoders:
     """Shapes, the stem for small images, errors."""
 
-    @pytest.mark.parametrize("name, features", [("small", 256), ("resnet18", 512)])
+    @pytest.mark.parametrize("name, features", [("small", 256), ("resnet18", 512), ("resnet50", 2048)])
     def test_features_and_embedding(self, name, features):
         encoder = hardneg.Encoder(name, dim=16).eval()
         found, z = encoder(torch.rand(2, 3, 32, 32))
@@ -1621,13 +1621,15 @@ class TestCommandLine:
             return step(self, *arguments)
 
         monkeypatch.setattr(hardneg.Training, "_step", interrupted)
-        assert "--resume" in quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
-        train.main([*command, "--out", str(tmp_path / "cut"), "--resume"])
+        assert "the same command goes on" in quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
+        train.main([*command, "--out", str(tmp_path / "cut")])
         assert "resumed after epoch 1 of 3" in capsys.readouterr().out
         whole, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "cut"))
         assert all(whole[k] == cut[k] for k in ("linear", "knn", "uniformity", "tolerance", "untrained", "raw"))
         complaint = quit_with([*command, "--loss", "ot", "--out", str(tmp_path / "cut"), "--resume"], capsys)
         assert "--loss was hcl" in complaint
+        train.main([*command, "--out", str(tmp_path / "cut")])  # that run is finished: another one begins
+        assert "resumed" not in capsys.readouterr().out
 
     @pytest.mark.parametrize("arguments, complaint", [
         (["--loss", "hcI"], "invalid choice: 'hcI'"), (["--alpha", "much"], "--alpha"),

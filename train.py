@@ -84,7 +84,9 @@ def arguments(argv=None):
                        help="cpu, cuda, …")
     group.add_argument("--out", type=Path, metavar="DIR",
                        help="folder for what comes out; None: runs/DATA-METHOD-LOSS-SEED")
-    group.add_argument("--resume", action=flag, default=False, help="go on from the last epoch saved in DIR")
+    group.add_argument("--resume", action=flag,
+                       help="go on from the last epoch saved in DIR, or begin anew; None: go on with a run of the same "
+                            "options that was stopped")
     args = parser.parse_args(argv)
     if args.out is None:
         args.out = Path("runs") / f"{Path(args.data).name}-{args.method}-{args.loss}-{args.seed}"
@@ -96,11 +98,9 @@ def main(argv=None):
     try:
         run(args)
     except KeyboardInterrupt:
-        saved = "the same command with --resume goes on from the last epoch" if (args.out / "checkpoint.pt").exists() \
-            else "no epoch was finished, nothing is saved"
-        sys.exit(f"\nStopped; {saved}.")
-    # of arguments, of data that are not there, of a loss
-    except (ValueError, RuntimeError, FloatingPointError) as error:
+        saved = (args.out / "checkpoint.pt").exists()
+        sys.exit("\nStopped; " + ("the same command goes on from the last epoch." if saved else "no epoch was finished."))
+    except (ValueError, RuntimeError, FloatingPointError) as error:  # of arguments, of data not there, of a loss
         sys.exit(f"train.py: {error}")
 
 
@@ -110,7 +110,7 @@ def run(args):
     options = {name: getattr(args, name) for name in ("weights", "objective", "temperature", "tau_plus", "beta",
                                                       "alpha", "epsilon", "cost", "kappa", "margin")}
     criterion = hardneg.ContrastiveLoss(args.loss, **options)
-    schedules = {}
+    schedules, fixed = {}, {"alpha": "--no-lead-in", "beta": "--no-anneal"}
     if args.lead_in and criterion.resolved.weights == "top":
         schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
     if args.anneal and criterion.resolved.weights == "tilted":
@@ -123,6 +123,9 @@ def run(args):
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
           f"{len(images.classes)} classes, {images.train.shape[-1]} × {images.train.shape[-1]} pixels, on {device}")
     print(criterion)
+    for name, schedule in schedules.items():
+        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; {fixed[name]} keeps it at "
+              f"{getattr(args, name):g}")
 
     args.out.mkdir(parents=True, exist_ok=True)
     same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root")}
@@ -136,18 +139,25 @@ def run(args):
 
 
 def restore(args, training, same):
-    """The state of the last epoch saved, if it is to be resumed: training is brought to it."""
+    """The state of the last epoch saved in DIR, to which training is brought; None where the run begins anew.
+
+    Without --resume or --no-resume, a run that was stopped goes on if its options are the same.
+    """
     path = args.out / "checkpoint.pt"
-    if not args.resume:
-        return None
     if not path.exists():
-        raise ValueError(f"--resume: there is no {path}")
+        if args.resume:
+            raise ValueError(f"--resume: there is no {path}")
+        return None
     state = torch.load(path, map_location=args.device, weights_only=True)
     other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same[k]]
-    if other:
+    if other and args.resume:
         raise ValueError(f"--resume: {path} is of a run with other options: {', '.join(other)}")
+    finished = state["training"]["epoch"] == args.epochs
+    if args.resume is False or not args.resume and (other or finished):
+        path.unlink()
+        return None
     training.load_state_dict(state["training"])
-    print(f"resumed after epoch {training.epoch} of {args.epochs}")
+    print(f"resumed after epoch {training.epoch} of {args.epochs} (--no-resume begins anew)")
     return state
 
 
