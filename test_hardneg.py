@@ -1629,7 +1629,7 @@ class TestCommandLine:
         complaint = quit_with([*command, "--loss", "ot", "--out", str(tmp_path / "cut"), "--resume"], capsys)
         assert "--loss was hcl" in complaint
         train.main([*command, "--out", str(tmp_path / "cut")])  # that run is finished: another one begins
-        assert "resumed" not in capsys.readouterr().out
+        assert "resumed after" not in capsys.readouterr().out
 
     @pytest.mark.parametrize("arguments, complaint", [
         (["--loss", "hcI"], "invalid choice: 'hcI'"), (["--alpha", "much"], "--alpha"),
