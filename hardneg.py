@@ -774,8 +774,6 @@ OUTLINES = {  # name: distance from the centre to the outline in the direction a
     "cross": lambda a: 0.32 / torch.minimum(a.cos().abs(), a.sin().abs()).clamp_min(0.32),
     "gear": lambda a: 0.8 + 0.2 * torch.tanh(6 * (8 * a).cos()),
 }
-
-
 CRAYONS = ((0.85, 0.25, 0.2), (0.2, 0.4, 0.85), (0.9, 0.8, 0.3), (0.15, 0.15, 0.15))
 
 
@@ -896,8 +894,9 @@ def _from_folder(folder, size, fraction, seed):
              f"a folder whose train/ and test/ hold the same classes, {classes}")
     files = [part.samples for part in found]
     if len(files) == 1:  # no test set: every fifth image of each class is it
-        place = [k - files[0].index(next(f for f in files[0] if f[1] == c)) for k, (_, c) in enumerate(files[0])]
-        files = [[f for f, k in zip(files[0], place) if (k % 5 == 4) == held] for held in (False, True)]
+        by_class = [[f for f in files[0] if f[1] == c] for c in range(len(classes))]
+        files = [[f for group in by_class for k, f in enumerate(group) if (k % 5 == 4) == held]
+                 for held in (False, True)]
     keep = _spread(torch.tensor([c for _, c in files[0]]), fraction, seed)
     train, train_labels, size = _read_images([files[0][k] for k in keep], size)
     _require(len(train) >= 2, "data", folder, "a folder with at least 2 readable images to train on")
@@ -908,8 +907,7 @@ def _from_folder(folder, size, fraction, seed):
 
 
 def _read_images(files, size):
-    """Files with labels as one tensor uint8 (n, 3, size, size), the labels, the size; what cannot be read is left
-    out."""
+    """Files as one tensor uint8 (n, 3, size, size), labels, the size; what cannot be read is left out."""
     from torchvision.datasets.folder import default_loader
     from torchvision.transforms import functional as T
 

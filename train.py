@@ -115,6 +115,7 @@ def run(args):
         schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
     if args.anneal and criterion.resolved.weights == "tilted":
         schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
+    print(f"reading {args.data} …", flush=True)
     images = hardneg.load(args.data, args.root, args.size, args.fraction).to(device)
     encoder = hardneg.Encoder(args.encoder, size=images.train.shape[-1]).to(device)
     view_options = {"blur": 0.5} if images.train.shape[-1] > 64 else {}  # blurred, small images lose what they show
