@@ -1011,7 +1011,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
     return 100 * float(right) / len(test)
 
 
-def linear_readout(train, train_labels, test, test_labels, l2=1e-3, max_steps=500):
+def linear_readout(train, train_labels, test, test_labels, l2=1e-3, max_steps=200):
     """Accuracy of logistic regression on fixed features, in percent: mean cross-entropy + l2/2 ‖W‖².
 
     train (n, D), test (m, D), labels (n,), (m,). Features are standardised by the training set. The problem is convex,
@@ -1134,7 +1134,7 @@ class Training:
     After an epoch's last step state_dict() holds all that load_state_dict() needs to continue to the same end.
     """
 
-    def __init__(self, encoder, images, criterion, epochs=14, batch_size=256, lr=6e-3, weight_decay=1e-4,
+    def __init__(self, encoder, images, criterion, epochs=16, batch_size=256, lr=8e-3, weight_decay=1e-4,
                  schedules=None, view_options=None, true_positives=False, bfloat16=None, seed=0):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")

@@ -75,9 +75,9 @@ def arguments(argv=None):
     group.add_argument("--method", default="simclr", choices=("simclr",),
                        help="where the views and candidates come from")
     group.add_argument("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
-    group.add_argument("--epochs", type=int, default=14, metavar="N", help="times that every image is seen")
+    group.add_argument("--epochs", type=int, default=16, metavar="N", help="times that every image is seen")
     group.add_argument("--batch-size", type=int, default=256, metavar="B", help="images in a batch, at least 2")
-    group.add_argument("--lr", type=float, default=6e-3, metavar="LR", help="highest learning rate, of AdamW")
+    group.add_argument("--lr", type=float, default=8e-3, metavar="LR", help="highest learning rate, of AdamW")
     group.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="of AdamW")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights, the order and the views")
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="D",
