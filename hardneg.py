@@ -576,7 +576,8 @@ class ContrastiveLoss(nn.Module):
         o = self.resolved
         used = dict.fromkeys(("temperature", *_takes(WEIGHTS[o.weights]) + _takes(OBJECTIVES[o.objective])))
         shown = {name: getattr(o, name) for name in used if hasattr(o, name)}
-        given = {name: value for name, value in self.options.items() if value is not None}
+        unused = {name for f in (*WEIGHTS.values(), *OBJECTIVES.values()) for name in _takes(f)} - used.keys()
+        given = {name: value for name, value in self.options.items() if value is not None and name not in unused}
         shown = {"weights": o.weights, "objective": o.objective, **shown, **given}
         if hasattr(self, "temperature"):
             shown["temperature"] = f"{float(self.temperature.detach()):g}, learned"
