@@ -48,6 +48,7 @@ References
 """
 import functools
 import math
+import numbers
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -594,7 +595,10 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
     _require(weights in WEIGHTS, "weights", weights, f"one of {', '.join(WEIGHTS)}, or None for the loss's own")
     _require(objective in OBJECTIVES, "objective", objective,
              f"one of {', '.join(OBJECTIVES)}, or None for the loss's own")
-    scalar = not torch.is_tensor(temperature) or temperature.ndim == 0
+    plain = dict(tau_plus=tau_plus, beta=beta, alpha=alpha, epsilon=epsilon, kappa=kappa, margin=margin)
+    for name, value in plain.items():
+        _require(isinstance(value, numbers.Real), name, repr(value), "a number; only temperature may be learned")
+    scalar = isinstance(temperature, numbers.Real) or torch.is_tensor(temperature) and temperature.ndim == 0
     _require(scalar and (not _known(temperature) or 0 < temperature < INF), "temperature", temperature,
              "a number above 0")
     _require(0 <= tau_plus < 1, "tau_plus", tau_plus, "in [0, 1)")
@@ -827,7 +831,7 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
     size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its
                own (even) side if it is square and at most 96, else 32, 64 or 96
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
-    A file that cannot be read as an image is named in a warning and left out.
+    An image file that cannot be read is named in a warning and left out; hidden folders are not looked at.
     """
     _require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
     if data not in ("shapes", *TORCHVISION):
@@ -884,10 +888,19 @@ def _from_torchvision(name, root):
 def _from_folder(folder, size, fraction, seed):
     from torchvision.datasets import ImageFolder
     _require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
-    test = next((folder / name for name in ("test", "val") if (folder / name).is_dir()), None)
-    parts = (folder,) if test is None or not (folder / "train").is_dir() else (folder / "train", test)
+
+    class Folder(ImageFolder):
+        """Without what an editor or a notebook leaves in hidden folders."""
+        def find_classes(self, directory):
+            names = sorted(d.name for d in Path(directory).iterdir() if d.is_dir() and not d.name.startswith("."))
+            if len(names) < 2:
+                raise FileNotFoundError(f"{directory} needs a folder for each of at least 2 classes, not {names}")
+            return names, {name: k for k, name in enumerate(names)}
+
+    train = folder / "train" if (folder / "train").is_dir() else folder
+    test = next((folder / name for name in ("test", "val") if train != folder and (folder / name).is_dir()), None)
     try:
-        found = [ImageFolder(part) for part in parts]
+        found = [Folder(part) for part in (train, test) if part]
     except FileNotFoundError as error:
         raise ValueError(f"data is {folder}; it must be a folder of images: {error}") from None
     classes = found[0].classes
@@ -902,8 +915,8 @@ def _from_folder(folder, size, fraction, seed):
     train, train_labels, size = _read_images([files[0][k] for k in keep], size)
     _require(len(train) >= 2, "data", folder, "a folder with at least 2 readable images to train on")
     test, test_labels, _ = _read_images(files[1], size)
-    _require(len(test) >= 1, "data", folder, "a folder with a test/ beside train/, or at least 5 readable images of "
-             "some class, every fifth of which is for the test")
+    _require(len(test) >= 2, "data", folder, "a folder with at least 2 images to test on: in a test/ beside train/, or "
+             "every fifth of each class")
     return Images(train, train_labels, test, test_labels, classes)
 
 

@@ -884,6 +884,12 @@ def kept_for_backward(views, **options):
         found.backward()
         assert found.isfinite() and (learned.grad != 0) == (loss == "hcl")
 
+    @pytest.mark.parametrize("name", ["beta", "tau_plus", "alpha", "epsilon", "kappa", "margin", "temperature"])
+    @pytest.mark.parametrize("value", ["0.5", torch.ones(2)])
+    def test_options_are_numbers(self, name, value):
+        with pytest.raises(ValueError, match=name):
+            hardneg.ContrastiveLoss(**{name: value})
+
     def test_parametrized_temperature(self):
         """The usual way to keep a learned temperature positive."""
         x, y = torch.tensor(normal(2, 2, 4, 3))
@@ -1309,6 +1315,12 @@ class TestImages:
         images = hardneg.load(str(tmp_path))
         assert len(images.train) == 16 and images.test[:, 0, 0, 0].tolist() == [4, 9, 44, 49]
 
+    def test_folder_with_train_alone_and_hidden_folders(self, tmp_path):
+        write_images(tmp_path / "train", per_class=10)
+        (tmp_path / "train" / ".checkpoints").mkdir()
+        images = hardneg.load(str(tmp_path))
+        assert images.classes == ["cat", "dog"] and len(images.train) == 16 and len(images.test) == 4
+
     def test_folder_of_any_size(self, tmp_path):
         write_images(tmp_path, size=(50, 70))
         assert hardneg.load(str(tmp_path)).train.shape[2:] == (32, 32)
@@ -1628,6 +1640,14 @@ class TestCommandLine:
         assert all(whole[k] == cut[k] for k in ("linear", "knn", "uniformity", "tolerance", "untrained", "raw"))
         complaint = quit_with([*command, "--loss", "ot", "--out", str(tmp_path / "cut"), "--resume"], capsys)
         assert "--loss was hcl" in complaint
+        (tmp_path / "cut" / "results.json").unlink()  # as if it had been stopped while it was read out
+        train.main([*command, "--out", str(tmp_path / "cut")])
+        assert "resumed after epoch 3 of 3" in capsys.readouterr().out
+        (tmp_path / "cut" / "results.json").unlink()
+        assert "--epochs was 3" in quit_with([*command, "--epochs", "2", "--out", str(tmp_path / "cut")], capsys)
+        (tmp_path / "cut" / "checkpoint.pt").write_bytes(b"")
+        assert "--no-resume" in quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
+        train.main([*command, "--out", str(tmp_path / "cut"), "--no-resume"])
         train.main([*command, "--out", str(tmp_path / "cut")])  # that run is finished: another one begins
         assert "resumed after" not in capsys.readouterr().out
 
@@ -1637,7 +1657,7 @@ class TestCommandLine:
         (["--fraction", "2"], "fraction is 2"), (["--epochs", "0"], "epochs is 0"),
         (["--data", "no/such/folder"], "data is no/such/folder"), (["--batch-size", "1"], "batch_size is 1"),
         (["--resume", "--out", "no/such/run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
-        (["--device", "abacus"], "abacus")])
+        (["--device", "abacus"], "abacus"), (["--out", "train.py/run"], "train.py/run")])
     def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
         assert complaint in quit_with(arguments, capsys)
 

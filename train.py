@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import os
+import pickle
 import platform
 import sys
 import time
@@ -36,6 +37,8 @@ def arguments(argv=None):
     group.add_argument("--objective", choices=hardneg.OBJECTIVES,
                        help="what is done with them, instead of the loss's own")
     group.add_argument("--temperature", type=float, default=0.3, metavar="t", help="divides cosines, above 0")
+    group.add_argument("--margin", type=float, default=0.0, metavar="M",
+                       help="of triplet, in the unit of a squared distance, 0 or more")
     group = parser.add_argument_group("debiased and hcl [1]")
     group.add_argument("--tau-plus", type=float, metavar="T",
                        help="probability that a negative is of the anchor's class, in [0, 1); None: the loss's own, "
@@ -51,8 +54,6 @@ def arguments(argv=None):
     group.add_argument("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"),
                        help="ground cost of the coupling")
     group.add_argument("--kappa", type=float, default=0.0, metavar="K", help="κ of the cost exp")
-    group.add_argument("--margin", type=float, default=0.0, metavar="M",
-                       help="of triplet, in the unit of a squared distance, 0 or more")
     group = parser.add_argument_group("hard and hard-simple [4]")
     group.add_argument("--alpha", type=float, default=0.1, metavar="A",
                        help="share of nearest negatives kept, in (0, 1]")
@@ -98,9 +99,9 @@ def main(argv=None):
     try:
         run(args)
     except KeyboardInterrupt:
-        saved = (args.out / "checkpoint.pt").exists()
-        sys.exit("\nStopped; " + ("the same command goes on from the last epoch." if saved else "no epoch was finished."))
-    except (ValueError, RuntimeError, FloatingPointError) as error:  # of arguments, of data not there, of a loss
+        saved = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
+        sys.exit(f"\nStopped; {'the same command goes on from the last epoch' if saved else 'no epoch was finished'}.")
+    except (ValueError, RuntimeError, FloatingPointError, OSError) as error:  # of arguments, data, a loss, a disk
         sys.exit(f"train.py: {error}")
 
 
@@ -129,6 +130,8 @@ def run(args):
               f"{getattr(args, name):g}")
 
     args.out.mkdir(parents=True, exist_ok=True)
+    if not os.access(args.out, os.W_OK):
+        raise ValueError(f"--out: {args.out} cannot be written to")
     same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root")}
     state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None}
     if state["before"] is None:
@@ -144,22 +147,29 @@ def restore(args, training, same):
 
     Without --resume or --no-resume, a run that was stopped goes on if its options are the same.
     """
-    path = args.out / "checkpoint.pt"
-    if not path.exists():
+    path, results = args.out / "checkpoint.pt", args.out / "results.json"
+    if not path.exists() or args.resume is False:
         if args.resume:
             raise ValueError(f"--resume: there is no {path}")
-        return None
-    state = torch.load(path, map_location=args.device, weights_only=True)
+        return begin_anew(path, results)
+    try:
+        state = torch.load(path, map_location=args.device, weights_only=True)
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); --no-resume begins anew") from error
     other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same[k]]
-    if other and args.resume:
-        raise ValueError(f"--resume: {path} is of a run with other options: {', '.join(other)}")
-    finished = state["training"]["epoch"] == args.epochs
-    if args.resume is False or not args.resume and (other or finished):
-        path.unlink()
-        return None
+    if results.exists() and not args.resume:  # that run was finished
+        return begin_anew(path, results)
+    if other:
+        raise ValueError(f"{path} is of a run with other options: {', '.join(other)}. --no-resume discards it, --out "
+                         "names another folder")
     training.load_state_dict(state["training"])
     print(f"resumed after epoch {training.epoch} of {args.epochs} (--no-resume begins anew)")
     return state
+
+
+def begin_anew(*leftovers):
+    for path in leftovers:
+        path.unlink(missing_ok=True)
 
 
 def learn(args, training, state, same):
@@ -188,7 +198,7 @@ def learn(args, training, state, same):
 
 def chance_level(training):
     """What the loss of an encoder that tells nothing apart would be, said as a formula."""
-    o, n = training.criterion.resolved, 2 * training.batch_size - 2
+    o, n = training.criterion.resolved, 2 * math.ceil(len(training.images.train) / training.batches) - 2
     if o.objective not in ("nce", "ppcl") or o.weights == "top":
         return None
     return f"log(2B − 1) = log({n + 1}) = {math.log(n + 1):.2f}"
@@ -209,7 +219,8 @@ def report(args, state, trained, n):
     results = {"loss": args.loss, "method": args.method, "data": args.data, "seed": args.seed, "epochs": args.epochs,
                "seconds": round(state["seconds"], 1),
                "images_per_second": round(n * args.epochs / state["seconds"], 1),
-               **{k: round(v, 4) for k, v in trained.items()}, "untrained": short[0], "raw": short[1],
+               **{k: None if math.isnan(v) else round(v, 4) for k, v in trained.items()},
+               "untrained": short[0], "raw": short[1],
                "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
                "versions": {"python": platform.python_version(), "torch": torch.__version__,
                             "torchvision": torchvision.__version__}}
