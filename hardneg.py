@@ -345,7 +345,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     epsilon, cost, kappa   of transported: ε > 0 in the unit of the cost, "sqeuclidean" or "exp", κ of the latter
     margin           η ≥ 0, of triplet, in the unit of a squared distance
     negatives        (K, D): the candidates are these rows instead, the anchors the first view alone, B of them
-    labels           (B,): samples that share a label are never each other's negatives; under ppcl they are positives.
+    labels           (B,): samples that share a label are never each other's negatives, and under ppcl are positives.
                      With negatives also (B + K,), the last K for its rows; with (B,) those share a label with nobody
     normalize        project rows to the unit sphere first; if not, they are taken to be unit rows already
     detach_weights   no gradient through the weights; None: as the authors' code has it, True for transported alone
@@ -422,6 +422,8 @@ def _losses(o, hidden, shared, anchors, positives, candidates, temperature, pote
     with torch.no_grad():
         return losses, _figures(o, pos, neg, log_w, return_stats)
 
+
+# From here to ContrastiveLoss: how it is carried out, in blocks of anchors; nothing new to learn on a first reading.
 
 def _takes(function):
     """The names of a function's parameters: an option of contrastive_loss reaches every function that names it."""
