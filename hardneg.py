@@ -45,7 +45,12 @@ References
         Hypersphere. ICML 2020. arXiv:2005.10242
     [6] Chen, Kornblith, Norouzi, Hinton. A Simple Framework for Contrastive Learning of Visual Representations.
         ICML 2020. arXiv:2002.05709
+    [7] Wu, Xiong, Yu, Lin. Unsupervised Feature Learning via Non-Parametric Instance Discrimination. CVPR 2018.
+        arXiv:1805.01978
+    [8] He, Fan, Wu, Xie, Girshick. Momentum Contrast for Unsupervised Visual Representation Learning. CVPR 2020.
+        arXiv:1911.05722
 """
+import copy
 import functools
 import math
 import numbers
@@ -83,7 +88,15 @@ def _wide(x):
 
 def _logsumexp(x, dim=-1):
     """log Σ_j e^{x_j}; where all of a row is −∞, the lowest finite number, with gradient zero instead of NaN."""
-    return x.clamp_min(torch.finfo(x.dtype).min).logsumexp(dim)
+    info = torch.finfo(x.dtype)
+    largest = x.detach().amax(dim, keepdim=True).clamp_min(info.min)
+    # numerics: what is below e⁻⁸⁶ of the largest term is nothing to the sum, but exp is ten times slower there
+    return (x - largest).clamp_min(math.log(info.tiny) + 1).exp().sum(dim).log() + largest.squeeze(dim)
+
+
+def _count(mask):
+    """How many of each row. Summed as int32: torch's default, int64, first copies the mask to eight times its size."""
+    return mask.sum(-1, keepdim=True, dtype=torch.int32).long()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,7 +123,7 @@ def tilted(logits, beta=1.0):
 
 def _proportional(scores, hidden):
     """log N + log_softmax(scores) over what is not hidden: weights proportional to e^scores, of mean 1."""
-    n = (~hidden).sum(-1, keepdim=True)
+    n = _count(~hidden)
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)  # not −∞: a row may have no candidate at all
     return (F.log_softmax(scores, -1) + n.to(scores.dtype).log()).masked_fill(hidden, -INF)
 
@@ -123,25 +136,42 @@ def hardest(logits):
     """
     hidden = logits == -INF
     nearest = (logits == logits.amax(-1, keepdim=True)) & ~hidden
-    share = (~hidden).sum(-1, keepdim=True).to(logits.dtype) / nearest.sum(-1, keepdim=True).clamp_min(1)
+    share = _count(~hidden).to(logits.dtype) / _count(nearest).clamp_min(1)
     return share.log().expand_as(logits).masked_fill(~nearest, -INF)
 
 
-def top(logits, alpha=0.1):
+def top(logits, alpha=0.1, top_k=None):
     """Only the upper α quantile counts: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
 
     logits (A, N) → log weights (A, N). alpha in (0, 1] is a share of the anchor's own candidates: the threshold
-    s_i^(α) is the ⌈αN⌉-th largest (at least the first), and everything at or above it stays, ties too.
+    s_i^(α) is the ⌈αN⌉-th largest (at least the first), and everything at or above it stays, ties too. top_k ≥ 1 is a
+    number of candidates instead of a share (all of them where there are fewer).
     These weights have mean α, not 1: the rest is dropped, not handed on. Limits: α = 1 is `uniform`, α → 0 the nearest
-    with weight 1 (`hardest` gives it N). Cost: a sort.
+    with weight 1 (`hardest` gives it N). Cost: a selection, about as dear as the product that makes the logits.
     Ref: [4] Eq. 8, 9
     """
-    n = (logits > -INF).sum(-1, keepdim=True)
-    # ⌈αN⌉ in whole numbers: in floating point 0.07 · 100 is above 7, and rounds up to 8
-    p, q = int(alpha * 10**9), 10**9
-    kept = (-(-n * p // q)).clamp_min(1)
-    descending = logits.detach().sort(-1, descending=True).values
-    return uniform(logits).masked_fill(logits < descending.gather(-1, kept - 1), -INF)
+    index, hidden = _nearest(logits.detach(), logits == -INF, alpha, top_k)
+    kept = logits.new_zeros(index.shape).masked_fill(hidden, -INF)
+    return torch.full_like(logits, -INF).scatter(-1, index, kept)
+
+
+def _nearest(x, hidden, alpha, top_k):
+    """Where a row's upper α quantile of x is: indices (A, k), and which of these are not in it but fill the row up."""
+    def kept(n):  # ⌈αn⌉ in whole numbers: in floating point 0.07 · 100 is above 7, and rounds up to 8
+        return -(-n * int(alpha * 10**9) // 10**9) if top_k is None else n - (n - top_k) * (n > top_k)
+
+    n, x = x.shape[-1], x.masked_fill(hidden, -INF)
+    k = max(1, kept(n))
+    short = k - kept(n - _count(hidden)).clamp_min(1)
+    if not _known(short) or short.any():  # one k for all rows: where one keeps fewer, hidden entries come to the top
+        x = x.masked_fill(hidden & (hidden.cumsum(-1, dtype=torch.int32) <= short), INF)
+    values, index = x.topk(min(k + 1, n), sorted=False)  # one more, to see whether it ties with the last
+    last = values.topk(values.shape[-1] - k + 1, largest=False).values
+    threshold = last[..., -1:]
+    if k < n and (not _known(last) or (last[..., :1] == threshold).any()):
+        ties = _count(x >= threshold).amax()
+        values, index = x.topk(int(ties) if _known(ties) else n, sorted=False)
+    return index, (values < threshold) | hidden.gather(-1, index)
 
 
 def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
@@ -223,7 +253,7 @@ def draw(log_w, k, replacement=False, generator=None):
     enough = 1 if replacement else k
     counted = log_w.softmax(-1)  # NaN in a row with no candidate, and then not > 0
     _require(k >= 1, "k", k, "at least 1")
-    _require(_known(counted) is False or bool(((counted > 0).sum(-1) >= enough).all()), "k", k,
+    _require(_known(counted) is False or bool((_count(counted > 0) >= enough).all()), "k", k,
              "at most the number of candidates whose weight is not 0, for every anchor")
     return torch.multinomial(counted, k, replacement, generator=generator)
 
@@ -300,7 +330,7 @@ def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
 def _mean(x):
     """Mean over the entries of a row that are not −∞."""
     there = x > -INF
-    return x.masked_fill(~there, 0).sum(-1) / there.sum(-1)
+    return x.masked_fill(~there, 0).sum(-1) / _count(there)[..., 0]
 
 
 def _expected(x, log_w):
@@ -330,8 +360,9 @@ PRESETS = {  # loss: (weights, objective, tau_plus)
 
 
 def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None, beta=1.0,
-                     alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0, negatives=None, labels=None,
-                     normalize=True, detach_weights=None, reduction="mean", block_size=None, return_stats=False):
+                     alpha=0.1, top_k=None, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0, negatives=None,
+                     own=None, labels=None, normalize=True, detach_weights=None, reduction="mean", block_size=None,
+                     return_stats=False):
     """Any of the losses, on two or more views of a batch.
 
         s_ij = cos(z_i, z_j) / t          log w_ij = weights(s_i)_j          ℓ_i = objective(p_i, s_i, log w_i)
@@ -341,13 +372,15 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     loss             a row of PRESETS; `weights` and `objective` override its parts, `tau_plus` its τ⁺
     temperature      t > 0, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus, beta   τ⁺ in [0, 1), of nce and ppcl; β ≥ 0, of tilted, multiplies cos/t
-    alpha            in (0, 1], of top: the share of nearest candidates kept
+    alpha, top_k     of top: the share of nearest candidates kept, in (0, 1]; or, if given, their number
     epsilon, cost, kappa   of transported: ε > 0 in the unit of the cost, "sqeuclidean" or "exp", κ of the latter
     margin           η ≥ 0, of triplet, in the unit of a squared distance
     negatives        (K, D): the candidates are these rows instead, the anchors the first view alone, B of them
+    own              (B,), with negatives: which of these rows is the sample's own, and so no candidate
     labels           (B,): samples that share a label are never each other's negatives, and under ppcl are positives.
                      With negatives also (B + K,), the last K for its rows; with (B,) those share a label with nobody
-    normalize        project rows to the unit sphere first; if not, they are taken to be unit rows already
+    normalize        project rows to the unit sphere first, which copies them; if not, they are taken to be unit rows
+                     already
     detach_weights   no gradient through the weights; None: as the authors' code has it, True for transported alone
     reduction        "mean", "sum" or "none", one value per anchor
     block_size       anchors worked at a time; value and gradient do not depend on it. None: chosen, 0: all at once by
@@ -362,11 +395,11 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     that is off.
     Ref: PRESETS
     """
-    o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
+    o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa, margin,
                  detach_weights, reduction, block_size)
-    _check_embeddings(views, negatives, labels)
+    _check_embeddings(views, negatives, own, labels)
     with torch.autocast(views[0].device.type, enabled=False):
-        anchors, positives, candidates, hidden, shared = _roles(views, negatives, labels, normalize)
+        anchors, positives, candidates, hidden, shared = _roles(views, negatives, own, labels, normalize)
         potential = None
         if o.weights == "transported":  # the coupling is of all anchors at once, so its potential precedes the blocks
             with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
@@ -374,8 +407,10 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                 log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
                 potential = sinkhorn(log_kernel)[1]
 
-        def rule(rows, *tensors):
-            return _losses(o, hidden(rows), shared(rows), *tensors, return_stats=return_stats)
+        def rule(rows, anchors, positives, candidates, temperature, potential):
+            cosines = anchors @ candidates.T                                    # (a, N)
+            pos_cosines = torch.einsum("ad,amd->am", anchors, positives)        # (a, M)
+            return _losses(o, pos_cosines, cosines, hidden(rows), shared(rows), temperature, potential, return_stats)
 
         tensors = (anchors, positives, candidates, temperature, potential)
         size = _block_size(anchors, candidates) if block_size is None else block_size
@@ -396,20 +431,25 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     return (losses, stats) if return_stats else losses
 
 
-def _losses(o, hidden, shared, anchors, positives, candidates, temperature, potential, return_stats):
-    """The three questions, for some of the anchors: losses (a,), and the figures of them that `_summary` adds up."""
+def _losses(o, pos_cosines, cosines, hidden, shared, temperature, potential=None, return_stats=False):
+    """The three questions, for some of the anchors: losses (a,), and the figures of them that `_summary` adds up.
+
+    pos_cosines (a, M), cosines (a, N); hidden, shared (a, N): what is no candidate, and which of that is a positive.
+    """
     # 1. Who could be a negative?
-    cosines = anchors @ candidates.T                                        # (a, N)
-    pos_cosines = torch.einsum("ad,amd->am", anchors, positives)            # (a, M)
-    # before any −∞: t may be learned, 0 · ∞ = NaN
-    logits, pos = cosines / temperature, pos_cosines / temperature
-    neg = logits.masked_fill(hidden, -INF)
+    hidden = hidden.expand_as(cosines)
+    pos = pos_cosines / temperature  # before any −∞: t may be learned, 0 · ∞ = NaN
     if o.objective == "ppcl" and shared is not None:
-        pos = torch.cat([pos, logits.masked_fill(~shared, -INF)], 1)        # (a, M + N)
+        pos = torch.cat([pos, (cosines / temperature).masked_fill(~shared, -INF)], 1)       # (a, M + N)
+    figures = _cosine_figures(cosines, hidden, pos, temperature) if return_stats else {}
+    if o.weights == "top":  # the nearest alone, uniformly: the others are left behind here, at k of N the work
+        index, below = _nearest(cosines.detach(), hidden, o.alpha, o.top_k)
+        cosines, hidden = cosines.gather(1, index), below                                   # (a, k)
+    neg = (cosines / temperature).masked_fill(hidden, -INF)
     o = SimpleNamespace(**{**vars(o), "temperature": temperature, "potential": potential, "log_w_pos": None})
     # 2. How much does each one count?
     with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
-        log_w = _apply(WEIGHTS[o.weights], o, neg)
+        log_w = uniform(neg) if o.weights == "top" else _apply(WEIGHTS[o.weights], o, neg)
         if o.tau_plus > 0:  # the positives by the same rule, but they are outside the coupling and have no potential
             o.potential = 0.0
             o.log_w_pos = _apply(WEIGHTS[o.weights], o, pos)
@@ -420,7 +460,7 @@ def _losses(o, hidden, shared, anchors, positives, candidates, temperature, pote
     else:
         losses = _apply(objective, o, pos_cosines, cosines.masked_fill(hidden, -INF), log_w)
     with torch.no_grad():
-        return losses, _figures(o, pos, neg, log_w, return_stats)
+        return losses, figures | _figures(o, pos, neg, log_w, return_stats)
 
 
 # From here to ContrastiveLoss: how it is carried out, in blocks of anchors; nothing new to learn on a first reading.
@@ -434,7 +474,7 @@ def _apply(function, o, *tensors):
     return function(*tensors, **{name: getattr(o, name) for name in _takes(function)[len(tensors):]})
 
 
-def _roles(views, negatives, labels, normalize):
+def _roles(views, negatives, own, labels, normalize):
     """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the
     anchors: hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their
     label."""
@@ -442,7 +482,7 @@ def _roles(views, negatives, labels, normalize):
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in given], torch.float32)
     given = [unit(x.to(dtype)) if normalize else x.to(dtype) for x in given]
     b, device = len(views[0]), views[0].device
-    labels = None if labels is None else torch.as_tensor(labels, device=device)
+    own, labels = (None if x is None else torch.as_tensor(x, device=device) for x in (own, labels))
     if negatives is None:
         z = torch.cat(given)
         samples = torch.arange(b, device=device).repeat(len(views))
@@ -452,16 +492,26 @@ def _roles(views, negatives, labels, normalize):
         shared = lambda rows: None if labels is None else hidden(rows) & (samples[rows, None] != samples)
         return z, others, z, hidden, shared
     *given, bank = given
+    nobody = torch.zeros((), dtype=torch.bool, device=device)
+    places = torch.arange(len(bank), device=device)
+    is_own = lambda rows: nobody if own is None else own[rows, None] == places
+    by_label = lambda rows: labels[:b][rows, None] == labels[b:]
     if labels is None or len(labels) == b:
-        hidden = lambda rows: torch.zeros((), dtype=torch.bool, device=device)
-        shared = lambda rows: None
-    else:
-        hidden = shared = lambda rows: labels[:b][rows, None] == labels[b:]
+        return given[0], torch.stack(given[1:], 1), bank, is_own, lambda rows: None
+    hidden, shared = (lambda rows: by_label(rows) | is_own(rows)), (lambda rows: by_label(rows) & ~is_own(rows))
     return given[0], torch.stack(given[1:], 1), bank, hidden, shared
 
 
+@torch.no_grad()
+def _cosine_figures(cosines, hidden, pos, temperature):
+    """Sums of the cosines of positives and of all candidates, and their numbers, a vector (a,) each."""
+    n, pos_there = _count(~hidden)[:, 0], pos > -INF
+    return {"n": n, "any": n > 0, "negative": cosines.masked_fill(hidden, 0).sum(-1), "pos_n": _count(pos_there)[:, 0],
+            "positive": temperature * pos.masked_fill(~pos_there, 0).sum(-1)}
+
+
 def _figures(o, pos, neg, log_w, return_stats):
-    """What the statistics are made of, a vector (a,) each."""
+    """The effective number of negatives, and where the floor binds, a vector (a,) each."""
     figures = {}
     if return_stats or o.tau_plus > 0 and "clamped" not in _warned:
         figures["clamped"] = torch.zeros(len(neg), device=neg.device)
@@ -470,27 +520,23 @@ def _figures(o, pos, neg, log_w, return_stats):
             figures["clamped"] = ((log_negative <= _logsumexp(log_w) - 1 / o.temperature)
                                   & (neg > -INF).any(-1)).float()
     if return_stats:
-        there, pos_there = neg > -INF, pos > -INF
-        n = there.sum(-1)
-        figures["n"], figures["pos_n"], figures["any"] = n, pos_there.sum(-1), n > 0
-        figures["ess"] = torch.exp(2 * _logsumexp(log_w) - _logsumexp(2 * log_w)) / n.clamp_min(1) * (n > 0)
-        figures["negative"] = o.temperature * neg.masked_fill(~there, 0).sum(-1)
-        figures["positive"] = o.temperature * pos.masked_fill(~pos_there, 0).sum(-1)
+        figures["effective"] = torch.exp(2 * _logsumexp(log_w) - _logsumexp(2 * log_w)) * (neg > -INF).any(-1)
     return figures
 
 
 def _summary(figures):
     """The statistics, from the figures of all anchors."""
     stats = {k: v.float().mean() for k, v in figures.items() if k == "clamped"}
-    for name, count in (("ess", "any"), ("positive", "pos_n"), ("negative", "n")):
-        if name in figures:
-            stats[name] = figures[name].sum() / figures[count].sum()
+    if "effective" in figures:
+        stats["ess"] = (figures["effective"] / figures["n"].clamp_min(1)).sum() / figures["any"].sum()
+        stats["positive"] = figures["positive"].sum() / figures["pos_n"].sum()
+        stats["negative"] = figures["negative"].sum() / figures["n"].sum()
     return stats
 
 
 def _block_size(anchors, candidates):
-    """As many anchors as keep a block's logits in the cache of a CPU, or a GPU busy."""
-    return max(1, 2**(20 if anchors.device.type == "cpu" else 25) // len(candidates))
+    """As many anchors as keep a block's logits in the cache of a CPU, or a GPU busy, but enough for a quick product."""
+    return max(128, 2**(20 if anchors.device.type == "cpu" else 25) // len(candidates))
 
 
 def _sweep(rule, size, tensors, weight=None, wanted=()):
@@ -587,8 +633,8 @@ class ContrastiveLoss(nn.Module):
         return ", ".join([repr(shown.pop("loss"))] + [f"{name}={value!r}" for name, value in shown.items()])
 
 
-def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin, detach_weights,
-             reduction, block_size):
+def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa, margin,
+             detach_weights, reduction, block_size):
     """The options, checked, with what the preset leaves open filled in."""
     _require(loss in PRESETS, "loss", loss, f"one of {', '.join(PRESETS)}")
     weights, objective = weights or PRESETS[loss][0], objective or PRESETS[loss][1]
@@ -606,6 +652,7 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
     _require(0 <= tau_plus < 1, "tau_plus", tau_plus, "in [0, 1)")
     _require(0 <= beta < INF, "beta", beta, "a number of at least 0")
     _require(0 < alpha <= 1, "alpha", alpha, "in (0, 1]")
+    _require(top_k is None or isinstance(top_k, int) and top_k >= 1, "top_k", top_k, "None, or a number of at least 1")
     _require(0 < epsilon < INF, "epsilon", epsilon, "a number above 0")
     _require(cost in ("sqeuclidean", "exp"), "cost", cost, "sqeuclidean or exp")
     _require(-INF < kappa < INF, "kappa", kappa, "a finite number")
@@ -614,11 +661,11 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
     _require(block_size is None or isinstance(block_size, int) and block_size >= 0, "block_size", block_size,
              "None, 0 or a number of anchors")
     return SimpleNamespace(weights=weights, objective=objective, temperature=temperature, tau_plus=tau_plus, beta=beta,
-                           alpha=alpha, epsilon=epsilon, cost=cost, kappa=kappa, margin=margin,
+                           alpha=alpha, top_k=top_k, epsilon=epsilon, cost=cost, kappa=kappa, margin=margin,
                            detach_weights=detach_weights)
 
 
-def _check_embeddings(views, negatives, labels):
+def _check_embeddings(views, negatives, own, labels):
     for name, x in [("views", x) for x in views] + ([] if negatives is None else [("negatives", negatives)]):
         _require(torch.is_tensor(x), name, type(x).__name__,
                  "tensors, each an argument of its own" if name == "views" else "a tensor")
@@ -635,12 +682,20 @@ def _check_embeddings(views, negatives, labels):
         _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d and negatives.is_floating_point(),
                  "negatives", f"{tuple(negatives.shape)} {negatives.dtype}",
                  f"a tensor (K, {d}) of at least 1 row, of a floating dtype")
+        _require(b >= 1, "views", shapes, "of at least 1 sample")
+    if own is not None:
+        own = torch.as_tensor(own)
+        _require(negatives is not None, "own", "given", "None where there are no negatives")
+        _require(own.shape == (b,) and not (own.is_floating_point() or own.dtype == torch.bool), "own",
+                 f"of shape {tuple(own.shape)}, {own.dtype}", f"({b},) whole numbers, one for each sample")
+        _require(not _known(own) or bool(((own >= 0) & (own < k)).all()), "own", "an index outside of negatives",
+                 f"in [0, {k})")
     if labels is not None:
         shape = tuple(torch.as_tensor(labels).shape)
         _require(shape in ((b,), (b + k,)), "labels", f"of shape {shape}", f"({b},), one for each sample"
                  + (f", or ({b + k},), also one for each row of negatives" if k else ""))
     given = {f"views[{i}]": x for i, x in enumerate(views)} | ({} if negatives is None else {"negatives": negatives})
-    finite = torch.stack([x.isfinite().all() for x in given.values()])
+    finite = torch.stack([torch.stack(x.detach().aminmax()).isfinite().all() for x in given.values()])  # copies nothing
     if _known(finite) and not finite.all():
         name, x = next((name, x) for name, x in given.items() if not x.isfinite().all())
         bad = (~x.isfinite()).any(1).sum()
@@ -952,7 +1007,7 @@ def _read_images(files, size):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 7. Encoders: a backbone and a projection head
+# 7. Encoders: a backbone and a projection head; the memory of embeddings
 # ---------------------------------------------------------------------------------------------------------------------
 
 class Encoder(nn.Module):
@@ -992,6 +1047,61 @@ class Encoder(nn.Module):
         """Images (B, 3, H, W) in [0, 1] → features (B, self.features), embeddings (B, dim)."""
         features = self.backbone(4 * images - 2)  # about mean 0 and variance 1
         return features, self.head(features)
+
+
+class MemoryBank(nn.Module):
+    """One unit row for every training image, the moving average of its embeddings: its positive, and all candidates.
+
+        row_i ← m row_i + (1 − m) z_i, back on the unit sphere
+
+    size      rows, one an image; as a queue, the number of embeddings remembered
+    dim       of an embedding
+    momentum  m in [0, 1); 0 keeps the last embedding alone
+    generator of the random directions that the rows begin with
+    `rows` (size, dim) float32 is a buffer: it moves with the module, is in its state_dict, and has no gradient. Use:
+
+        z = unit(encoder(view))
+        loss = criterion(z, bank.rows[index], negatives=bank.rows, own=index, normalize=False)
+        loss.backward(); optimizer.step(); bank.update(index, z)
+
+    normalize=False as the rows are unit already, and to project them would copy the bank.
+    Ref: [4] 5.1, after [7]; as a queue [8]
+    """
+
+    def __init__(self, size, dim, momentum=0.5, generator=None):
+        super().__init__()
+        _require(size >= 1, "size", size, "at least 1")
+        _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+        self.momentum = momentum
+        device = None if generator is None else generator.device
+        self.register_buffer("rows", unit(torch.randn(size, dim, generator=generator, device=device)))
+        self.register_buffer("oldest", torch.zeros((), dtype=torch.long, device=device))
+
+    @torch.no_grad()
+    def update(self, index, z):
+        """Move the rows at index (B,) towards their embeddings z (B, D): after the optimiser's step, as the loss has
+        been of the rows as they were. An index that comes more than once moves once, towards the mean of its z."""
+        z = unit(_wide(z))
+        same = (index[:, None] == index).to(z.dtype)
+        z = (same @ z) / same.sum(1)[:, None]
+        self.rows[index] = unit(self.momentum * self.rows[index] + (1 - self.momentum) * z)
+
+    @torch.no_grad()
+    def push(self, z):
+        """First in, first out: embeddings z (B, D) take the places of the oldest B rows."""
+        z = unit(_wide(z))[-len(self.rows):]
+        self.rows[(self.oldest + torch.arange(len(z), device=z.device)) % len(self.rows)] = z
+        self.oldest.copy_((self.oldest + len(z)) % len(self.rows))
+
+
+@torch.no_grad()
+def follow(follower, leader, momentum):
+    """Let a network's parameters and running statistics follow another's: θ' ← m θ' + (1 − m) θ.
+
+    Ref: [8]; [3] Eq. 7
+    """
+    for mine, other in zip(follower.state_dict().values(), leader.state_dict().values()):
+        mine.lerp_(other, 1 - momentum) if mine.is_floating_point() else mine.copy_(other)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1093,6 +1203,86 @@ def tolerance(z, labels):
     return (sums.square().sum() - z.square().sum()) / (counts * (counts - 1)).sum()
 
 
+@torch.no_grad()
+def neighbours(z, k=None):
+    """The k nearest other rows of every row (None: all), from the nearest on: cosines (n, k), indices (n, k).
+
+    z (n, D). A row is never its own neighbour, its duplicates are. k is at most n − 1. Cost: n² cosines.
+    """
+    z = unit(_wide(z))
+    return tuple((z @ z.T).fill_diagonal_(-INF).topk(min(k or INF, len(z) - 1)))
+
+
+@torch.no_grad()
+def local_separation(z, positives, k=10):
+    """How far positives stand out: cosines (n,) with the positives, and (n, k) with the k nearest other rows.
+
+    z (n, D), positives (n, D): embeddings of two views. Small temperatures push the nearest away, and the positives
+    with them.
+    Ref: [4] Fig. 8
+    """
+    return (unit(_wide(z)) * unit(_wide(positives))).sum(1), neighbours(z, k)[0]
+
+
+@torch.no_grad()
+def same_class_by_rank(z, labels):
+    """Of how many rows the i-th nearest other row has the same label: counts (n − 1,).
+
+    z (n, D), labels (n,). The first are the false negatives that hard negatives push away.
+    Ref: [2] Fig. 5
+    """
+    return (labels[neighbours(z)[1]] == labels[:, None]).sum(0)
+
+
+@torch.no_grad()
+def cosine_histograms(z, labels, bins=50):
+    """Densities of the cosines of pairs that share a label, and of those that do not: edges (bins + 1,), same, other.
+
+    z (n, D), labels (n,) → each density (bins,) integrates to 1 over [−1, 1], and is NaN where there is no such pair.
+    The less they overlap, the better.
+    Ref: [1] App. B
+    """
+    z = unit(_wide(z))
+    pairs = torch.ones(len(z), len(z), dtype=torch.bool, device=z.device).triu(1)
+    cosines, same = (z @ z.T)[pairs].clamp(-1, 1), (labels[:, None] == labels)[pairs]
+    counts = [cosines[there].histc(bins, -1, 1) for there in (same, ~same)]
+    return torch.linspace(-1, 1, bins + 1, device=z.device), *(c / c.sum() * bins / 2 for c in counts)
+
+
+@torch.no_grad()
+def weights_by_rank(z, loss="ot", **options):
+    """How much the candidates of every row count, the nearest first: cosines (n, n − 1) and weights w (n, n − 1).
+
+    z (n, D): embeddings, each row an anchor, all others its candidates; loss and options as of `contrastive_loss`. For
+    "ot" w is (n − 1) P*(x⁻ | x).
+    Ref: [2] Fig. 4
+    """
+    o = ContrastiveLoss(loss, **options).resolved
+    z = unit(_wide(z))
+    logits = (z @ z.T / o.temperature).fill_diagonal_(-INF)
+    log_w = _apply(WEIGHTS[o.weights], SimpleNamespace(**vars(o), potential=None), logits)
+    logits, order = logits.sort(descending=True)
+    return o.temperature * logits[:, :-1], log_w.gather(1, order)[:, :-1].exp()
+
+
+def gradient_ratio(cosines, positive, loss="simclr", **options):
+    """How hard each negative is pushed, as a share of the pull on the positive: r_ij = ∂ℓ_i/∂cos_ij / |∂ℓ_i/∂cos_i⁺|.
+
+    cosines (A, N) of candidates, positive (A,); loss and options as of `contrastive_loss` → (A, N). A row adds up to 1,
+    as no loss changes when all cosines of an anchor do by the same, but to 0 where the floor of the debiasing holds.
+    `tilted` weights take a gradient too, and so pull far negatives: r < 0. "ot" couples the anchors given, and for one
+    alone is uniform. NaN where the positive is not pulled, as by an inactive triplet.
+    Ref: [4] Eq. 5, 8, Fig. 3
+    """
+    o = ContrastiveLoss(loss, **options).resolved
+    cosines, positive = (_wide(x).detach().requires_grad_() for x in (cosines, positive))
+    nobody = torch.zeros((), dtype=torch.bool, device=cosines.device)
+    with torch.enable_grad():
+        losses, _ = _losses(o, positive[:, None], cosines, nobody, None, o.temperature)
+        push, pull = torch.autograd.grad(losses.sum(), (cosines, positive))
+    return push / pull[:, None].abs()
+
+
 def evaluate(encoder, images):
     """Linear readout and kNN accuracy of the features in percent; uniformity and tolerance of the test set's
     embeddings.
@@ -1124,9 +1314,51 @@ def simclr_step(encoder, images, criterion, generator, partners=None, view_optio
     Ref: [6] Algorithm 1; [1] Fig. 2 for partners
     """
     others = images if partners is None else partners
-    views = torch.cat([view(x, generator, **view_options or {}) for x in (images, others)])
-    _, z = encoder(views.contiguous(memory_format=torch.channels_last))
-    return criterion(*z.chunk(2), return_stats=True, **options)
+    z = _embed_views(encoder, torch.cat([view(x, generator, **view_options or {}) for x in (images, others)]))
+    return criterion(*z.chunk(2), **options)
+
+
+def bank_step(encoder, images, index, bank, criterion, generator, view_options=None, **options):
+    """One random view of each image; its row of the bank is the positive, all other rows are the candidates.
+
+    images (B, 3, H, W), index (B,) their rows → loss, and the embeddings z (B, D) for bank.update(index, z).
+    Ref: [4] Eq. 1 with g from the memory bank
+    """
+    z = unit(_wide(_embed_views(encoder, view(images, generator, **view_options or {}))))
+    return criterion(z, bank.rows[index], negatives=bank.rows, own=index, normalize=False, **options), z.detach()
+
+
+def queue_step(encoder, key_encoder, images, queue, criterion, generator, view_options=None, **options):
+    """Two random views, one for the encoder and one for its slow follower; candidates are the follower's embeddings of
+    earlier batches.
+
+    images (B, 3, H, W) → loss, and the keys (B, D) for queue.push(keys).
+    Ref: [8] Algorithm 1. The follower is in eval mode: with batch statistics it could tell keys of this batch by them
+    """
+    queries, keys = (view(images, generator, **view_options or {}) for _ in range(2))
+    with torch.no_grad():
+        keys = unit(_wide(_embed_views(key_encoder.eval(), keys)))
+    z = unit(_wide(_embed_views(encoder, queries)))
+    return criterion(z, keys, negatives=queue.rows, normalize=False, **options), keys
+
+
+def _embed_views(encoder, views):
+    return encoder(views.contiguous(memory_format=torch.channels_last))[1]
+
+
+RECIPES = {  # name: how parameters are moved, and with which settings where none are given
+    "adamw": {"optimizer": lambda parameters, lr, decay: torch.optim.AdamW(parameters, lr, weight_decay=decay),
+              # the rate climbs for the first tenth of the run and falls to 0 by a cosine
+              "rate": lambda progress, step: min(10 * (progress + step), 1) * (1 + math.cos(math.pi * progress)) / 2,
+              "epochs": 16, "batch_size": 256, "lr": 8e-3, "weight_decay": 1e-4},
+    "sgd": {"optimizer": lambda parameters, lr, decay: torch.optim.SGD(parameters, lr, 0.9, weight_decay=decay),
+            # a tenth after 160 of 200 epochs, a hundredth after 190                                      [4] 5.1
+            "rate": lambda progress, step: 0.1 ** ((progress >= 0.8) + (progress >= 0.95)),
+            "epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
+}
+
+
+METHODS = ("simclr", "bank", "queue")
 
 
 class Training:
@@ -1135,45 +1367,72 @@ class Training:
     encoder          an Encoder, trained where it is
     images           an Images on the encoder's device; only true_positives looks at the labels
     criterion        a ContrastiveLoss
+    method           "simclr", "bank" or "queue": the step, and where its candidates come from
+    momentum         of the bank's rows (None: 0.5), of the queue's slow encoder (None: 0.99)
+    queue_size       embeddings that the queue remembers
+    recipe           a row of RECIPES: the optimizer, how its rate goes, and what the next four are where they are None
     epochs, batch_size   every epoch goes through all images once, in batches of nearly one size, at most batch_size
-    lr, weight_decay     of AdamW; the rate climbs for the first tenth of the run and falls to 0 by a cosine
+    lr, weight_decay     the highest learning rate, and weight decay
     schedules        {option of the loss: function of the progress in [0, 1]}, such as
                      {"alpha": lambda p: lead_in(p, 0.1)}
     view_options     options of `view`
-    true_positives   the second view is of another image of the same class, at random
+    true_positives   the second view is of another image of the same class, at random; of simclr alone
     bfloat16         autocast for the encoder; None: where the hardware has it
     seed             of order and views: on one machine the same seed gives the same run
 
-    A step yields {"epoch", "step", "steps", "images", "loss", "clamped", "ess", "positive", "negative"} and the
-    scheduled options; figures are 0-d tensors on the device. A loss that is not finite stops the run with a
-    FloatingPointError.
+    A step yields {"epoch", "step", "steps", "images", "loss"} and the scheduled options; every tenth of an epoch also
+    the statistics {"clamped", "ess", "positive", "negative"}. Figures are 0-d tensors on the device. A loss that is not
+    finite stops the run with a FloatingPointError.
     After an epoch's last step state_dict() holds all that load_state_dict() needs to continue to the same end.
     """
 
-    def __init__(self, encoder, images, criterion, epochs=16, batch_size=256, lr=8e-3, weight_decay=1e-4,
-                 schedules=None, view_options=None, true_positives=False, bfloat16=None, seed=0):
+    def __init__(self, encoder, images, criterion, method="simclr", momentum=None, queue_size=4096, recipe="adamw",
+                 epochs=None, batch_size=None, lr=None, weight_decay=None, schedules=None, view_options=None,
+                 true_positives=False, bfloat16=None, seed=0):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
+        _require(method in METHODS, "method", method, f"one of {', '.join(METHODS)}")
+        _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
+        _require(method == "simclr" or not true_positives, "true_positives", True, f"False for the method {method}")
+        given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "weight_decay": weight_decay}
+        self.recipe = {**RECIPES[recipe], **{k: v for k, v in given.items() if v is not None}}
+        epochs, batch_size, lr = self.recipe["epochs"], self.recipe["batch_size"], self.recipe["lr"]
         _require(epochs >= 1, "epochs", epochs, "at least 1")
         _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
         _require(0 < lr < INF, "lr", lr, "a number above 0")
         self.encoder, self.images, self.criterion = encoder.to(memory_format=torch.channels_last), images, criterion
-        self.epoch, self.epochs, self.lr, self.seed = 0, epochs, lr, seed
+        self.method, self.epoch, self.epochs, self.seed = method, 0, epochs, seed
         self.batch_size = min(batch_size, n)
         self.batches = min(-(-n // self.batch_size), n // 2)  # none of a single image, not even if batch_size is 2
         self.schedules, self.view_options, self.true_positives = schedules or {}, view_options, true_positives
         self.bfloat16 = _has_bfloat16(device) if bfloat16 is None else bfloat16
-        self.generator = torch.Generator(device)
-        self.optimizer = torch.optim.AdamW([*encoder.parameters(), *criterion.parameters()], lr,
-                                           weight_decay=weight_decay)
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.bank = self.key_encoder = None
+        if method == "bank":
+            self.bank = MemoryBank(n, encoder.dim, 0.5 if momentum is None else momentum, self.generator)
+        if method == "queue":
+            self.bank = MemoryBank(queue_size, encoder.dim, 0, self.generator)
+            self.key_encoder, self.momentum = copy.deepcopy(encoder), 0.99 if momentum is None else momentum
+            _require(0 <= self.momentum < 1, "momentum", momentum, "in [0, 1)")
+        self.optimizer = self.recipe["optimizer"]([*encoder.parameters(), *criterion.parameters()], lr,
+                                                  self.recipe["weight_decay"])
 
     @property
     def steps(self):
         """Steps of the whole run."""
         return self.epochs * self.batches
 
+    @property
+    def candidates(self):
+        """N, the candidates of an anchor."""
+        if self.method == "simclr":
+            return 2 * -(-len(self.images.train) // self.batches) - 2
+        return len(self.bank.rows) - (self.method == "bank")
+
     def __iter__(self):
         n, device = len(self.images.train), self.images.train.device
+        if self.epoch == 0 and self.bank is not None:  # what the untrained encoder says: random rows would teach noise
+            self.bank.rows.copy_(self._first_rows())
         while self.epoch < self.epochs:
             # what is random in an epoch is its own: it resumes
             self.generator.manual_seed(self.seed * 100_003 + self.epoch)
@@ -1185,26 +1444,44 @@ class Training:
                 self.epoch += k + 1 == self.batches
                 yield progress
 
+    def _first_rows(self):
+        k = len(self.bank.rows)
+        some = torch.arange(k, device=self.images.train.device) % len(self.images.train)
+        return embed(self.encoder, self.images.train[some] if self.method == "queue" else self.images.train)[1]
+
     def _step(self, step, index, partners):
         progress = step / self.steps
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * min(10 * (step + 1) / self.steps, 1) * (1 + math.cos(math.pi * progress)) / 2
-        options = {name: schedule(progress) for name, schedule in self.schedules.items()}
-        images = self.images.train
-        self.encoder.train()
+            group["lr"] = self.recipe["lr"] * self.recipe["rate"](progress, 1 / self.steps)
+        scheduled = {name: schedule(progress) for name, schedule in self.schedules.items()}
+        wanted = step % self.batches % max(1, self.batches // 10) == 0
+        options = {"view_options": self.view_options, "return_stats": wanted, **scheduled}
+        network, images = self.encoder.train(), self.images.train[index]
         try:
             with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-                loss, stats = simclr_step(self.encoder, images[index], self.criterion, self.generator,
-                                          None if partners is None else images[partners], self.view_options, **options)
+                if self.method == "simclr":
+                    others = None if partners is None else self.images.train[partners]
+                    loss = simclr_step(network, images, self.criterion, self.generator, others, **options)
+                elif self.method == "bank":
+                    loss, z = bank_step(network, images, index, self.bank, self.criterion, self.generator, **options)
+                else:
+                    loss, z = queue_step(network, self.key_encoder, images, self.bank, self.criterion, self.generator,
+                                         **options)
+            loss, stats = loss if wanted else (loss, {})
             _require(bool(loss.isfinite()), "the loss", float(loss.detach()), "finite")
         except ValueError as error:
             raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. "
-                                     f"Is lr ({self.lr:g}) too high?") from error
+                                     f"Is lr ({self.recipe['lr']:g}) too high?") from error
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+        if self.method == "bank":
+            self.bank.update(index, z)
+        if self.method == "queue":
+            self.bank.push(z)
+            follow(self.key_encoder, self.encoder, self.momentum)
         return {"epoch": self.epoch, "step": step + 1, "steps": self.steps, "images": len(index), "loss": loss.detach(),
-                **stats, **options}
+                **stats, **scheduled}
 
     def _partners(self):
         """For every image the index of another one of its class; its own where there is none, or no label."""
@@ -1218,14 +1495,18 @@ class Training:
 
     def state_dict(self):
         """All that a run needs to go on from the end of an epoch."""
-        return {"epoch": self.epoch, "encoder": self.encoder.state_dict(), "criterion": self.criterion.state_dict(),
-                "optimizer": self.optimizer.state_dict()}
+        return {"epoch": self.epoch, **{name: part.state_dict() for name, part in self._parts().items()}}
 
     def load_state_dict(self, state):
         """Go on from such a state."""
         self.epoch = state["epoch"]
-        for name in ("encoder", "criterion", "optimizer"):
-            getattr(self, name).load_state_dict(state[name])
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
+
+    def _parts(self):
+        parts = {"encoder": self.encoder, "criterion": self.criterion, "optimizer": self.optimizer, "bank": self.bank,
+                 "key_encoder": self.key_encoder}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def _has_bfloat16(device):

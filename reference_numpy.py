@@ -176,13 +176,16 @@ def hardest(logits):
     return _rows(rule, logits)
 
 
-def top(logits, alpha):
-    """w_ij = 1 for s_ij ≥ s_α, 0 below; s_α is the ⌈α N_i⌉-th largest (at least the first) of the row.
+def top(logits, alpha, top_k=None):
+    """w_ij = 1 for s_ij ≥ s_α, 0 below; s_α is the ⌈α N_i⌉-th largest (at least the first) of the row, or the
+    top_k-th (the last, where there are fewer).
 
     ⌈α N⌉ is exact: α is the fraction next to it, so 0.07 of 100 is 7 and 2/3 of 3 is 2 (in floats 0.07·100 > 7).
     Ref: [4] Eq. 8, 9"""
     def rule(s):
         kept = max(1, math.ceil(Fraction(alpha).limit_denominator(10**6) * len(s)))
+        if top_k is not None:
+            kept = min(top_k, len(s))
         threshold = sorted((v.real for v in s), reverse=True)[kept - 1]
         return [0.0 if v.real >= threshold else -np.inf for v in s]
     return _rows(rule, logits)
@@ -471,7 +474,7 @@ PRESETS = {  # loss: weights, objective, τ⁺
 }
 
 
-def _who_is_who(views, negatives, labels, objective):
+def _who_is_who(views, negatives, own, labels, objective):
     """Anchor rows, candidate rows, and for each anchor the lists of its positives and of its candidates.
 
     A positive or a candidate is ("view", row of the concatenated views) or ("bank", row of the bank)."""
@@ -484,25 +487,25 @@ def _who_is_who(views, negatives, labels, objective):
     positives, candidates = [], []
     for a in anchors:
         view, sample = a // size, a % size
-        own = [("view", ((view + step) % count) * size + sample) for step in range(1, count)]
+        mine = [("view", ((view + step) % count) * size + sample) for step in range(1, count)]
         others = []
         if negatives is not None:
-            offered = [("bank", k, bank_label(k)) for k in range(len(negatives))]
+            offered = [("bank", k, bank_label(k)) for k in range(len(negatives)) if own is None or k != own[a]]
         else:
             offered = [("view", b, label(b % size)) for b in range(count * size) if b % size != sample]
         for kind, row, its_label in offered:
             if its_label is not None and its_label == label(sample):
                 if objective == "ppcl":
-                    own.append((kind, row))
+                    mine.append((kind, row))
             else:
                 others.append((kind, row))
-        positives.append(own)
+        positives.append(mine)
         candidates.append(others)
     return positives, candidates
 
 
-def _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa,
-           negatives, labels, normalize, detach_weights):
+def _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa,
+           negatives, own, labels, normalize, detach_weights):
     """Everything that a loss and its statistics need, by name."""
     weights = PRESETS[loss][0] if weights is None else weights
     objective = PRESETS[loss][1] if objective is None else objective
@@ -511,7 +514,7 @@ def _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, 
     views = [unit(view) if normalize else _double(view) for view in views]
     bank = None if negatives is None else unit(negatives) if normalize else _double(negatives)
     labels = None if labels is None else np.asarray(labels).tolist()
-    positives, candidates = _who_is_who(views, bank, labels, objective)
+    positives, candidates = _who_is_who(views, bank, own, labels, objective)
 
     rows = np.concatenate(views)
     anchors = views[0] if bank is not None else rows
@@ -544,7 +547,7 @@ def _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, 
         if weights == "hardest":
             return hardest(logits)
         if weights == "top":
-            return top(logits, alpha)
+            return top(logits, alpha, top_k)
         if weights == "transported" and not positive:
             return transported(logits, epsilon, cost, kappa, temperature)
         if weights == "transported":  # the exponential of the cost, without potentials
@@ -556,21 +559,22 @@ def _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, 
 
 
 def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None,
-                     beta=1.0, alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0,
-                     negatives=None, labels=None, normalize=True, detach_weights=None, reduction="mean"):
+                     beta=1.0, alpha=0.1, top_k=None, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0,
+                     negatives=None, own=None, labels=None, normalize=True, detach_weights=None, reduction="mean"):
     """The loss of two or more (B, D) views: mean, sum, or (A,) one for each anchor.
 
     In the batch every row of every view is an anchor, in the order of the concatenated views; its positives
     are its sample's other views, its candidates the views of other samples that do not share its label.  With
     `negatives` (K, D) the anchors are the first view, its positives its other views, the candidates the K
-    rows; labels may then be (B + K,), the last K those of the bank; with (B,) the bank shares none.  Under
+    rows, without the one at own[i]; labels may then be (B + K,), the last K those of the bank; with (B,) the
+    bank shares none.  Under
     "ppcl" a candidate that shares the anchor's label is a positive.  Weights come from logits = cos/t; `nce`
     and `ppcl` act on logits, `simple` and `triplet` on cosines.  `detach_weights` holds both log w and log w⁺
     constant; None: for `transported` alone.
 
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8, 9; [3] Eq. 8; [4] Eq. 1, 3, 9"""
-    part = _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa,
-                  negatives, labels, normalize, detach_weights)
+    part = _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa,
+                  negatives, own, labels, normalize, detach_weights)
     if part["objective"] in ("nce", "ppcl"):
         function = nce if part["objective"] == "nce" else ppcl
         losses = function(part["pos_logits"], part["neg_logits"], part["log_w"], part["tau_plus"],
@@ -587,15 +591,16 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
 
 
 def statistics(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None, beta=1.0,
-               alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0, negatives=None, labels=None,
+               alpha=0.1, top_k=None, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0, negatives=None,
+               own=None, labels=None,
                normalize=True, detach_weights=None, reduction="mean"):
     """What a run should watch, as a dict; a mean over nothing is nan.
 
     clamped: the share of anchors whose floor holds, [1] Fig. 5.  ess: the mean over the anchors that have
     candidates of (Σ_j w_ij)² / (N_i Σ_j w_ij²), 1 for uniform weights, 1/N for one candidate alone.
     positive, negative: the mean cosine of all pairs of anchor and positive, of anchor and candidate."""
-    part = _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa,
-                  negatives, labels, normalize, detach_weights)
+    part = _parts(views, loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa,
+                  negatives, own, labels, normalize, detach_weights)
     anchors = len(part["pos"])
     held = np.zeros(anchors, dtype=bool)
     if part["objective"] in ("nce", "ppcl"):
@@ -825,6 +830,60 @@ def tolerance(z, labels):
                 total = total + _product(z[i], z[j])
                 pairs += 1
     return total / pairs if pairs else float("nan")
+
+
+def neighbours(z, k=None):
+    """The k largest z_i·z_j of every row over j ≠ i, in descending order, and their j: (n, k), (n, k)."""
+    z = _lists(z)
+    cosines, indices = [], []
+    for i in range(len(z)):
+        others = sorted(((_product(z[i], z[j]), j) for j in range(len(z)) if j != i), key=lambda pair: -pair[0])
+        others = others if k is None else others[:k]
+        cosines.append([value for value, _ in others])
+        indices.append([j for _, j in others])
+    return np.array(cosines), np.array(indices)
+
+
+def local_separation(z, positives, k=10):
+    """s_ii = z_i·z_i⁺ (n,), and the k largest s_ij (n, k).  Ref: [4] Fig. 8"""
+    nearest = neighbours(z, k)[0]
+    z, positives = _lists(z), _lists(positives)
+    return np.array([_product(z[i], positives[i]) for i in range(len(z))]), nearest
+
+
+def same_class_by_rank(z, labels):
+    """For each rank, the number of rows whose neighbour of that rank has their label, (n − 1,).  Ref: [2] Fig. 5"""
+    indices = neighbours(z)[1]
+    counts = [0] * (len(z) - 1)
+    for i in range(len(z)):
+        for rank in range(len(z) - 1):
+            counts[rank] += int(labels[indices[i][rank]] == labels[i])
+    return np.array(counts)
+
+
+def cosine_histograms(z, labels, bins=50):
+    """Edges, and the densities over [−1, 1] of z_i·z_j for i < j of one label, and of two.  Ref: [1] App. B"""
+    z = _lists(z)
+    counts = [[0] * bins, [0] * bins]
+    for i in range(len(z)):
+        for j in range(i + 1, len(z)):
+            place = min(int((_product(z[i], z[j]) + 1) / 2 * bins), bins - 1)  # the last bin holds 1 itself
+            counts[0 if labels[i] == labels[j] else 1][place] += 1
+    return (np.linspace(-1, 1, bins + 1),
+            *(np.array([c / sum(row) * bins / 2 for c in row]) for row in counts))
+
+
+def bank_update(rows, index, z, momentum):
+    """row_i ← (m row_i + (1 − m) z̄_i) / ‖·‖, z̄_i the mean of the embeddings that came for row i.  Ref: [4] 5.1"""
+    rows, z = _lists(rows), _lists(z)
+    out = [list(row) for row in rows]
+    for i in range(len(rows)):
+        mine = [z[b] for b in range(len(index)) if index[b] == i]
+        if mine:
+            means = [sum(row[d] for row in mine) / len(mine) for d in range(len(rows[i]))]
+            out[i] = [momentum * rows[i][d] + (1 - momentum) * means[d] for d in range(len(means))]
+            out[i] = unit([out[i]])[0].tolist()
+    return np.array(out)
 
 
 def _negatives_of(negatives, i):

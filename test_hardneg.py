@@ -2,6 +2,7 @@
 
     TestOracle       every loss and every piece of it, value and gradient, against reference_numpy.py
     TestLimits       every method where it turns into another one
+    TestTheorems     what the papers prove, run: couplings, worst cases, ball packings, rates
     TestInvariants   what must not change a loss, and what a gradient must add up to
     TestEdges        small, extreme and wrong input
     TestDevices      an accelerator, by tensors that have a device and no data
@@ -113,12 +114,14 @@ def agree(x, v, k=0, tolerance=1e-10, dtype=torch.float64, block_size=None, weig
     close(gradient, wanted_gradient, tolerance, floor=1e-3)
 
 
-def couples(b, v, k, labels):
+def couples(b, v, k, labels, own=None):
     """Whether a coupling exists that uses every allowed entry: else no number of Sinkhorn steps is enough."""
     owners = np.arange(b) if labels is None else np.asarray(labels[:b])
     if k:
         others = np.asarray(labels[b:]) if labels is not None and len(labels) == b + k else np.full(k, -1)
         allowed = owners[:, None] != others
+        if own is not None:
+            allowed[np.arange(b), own] = False
     else:
         allowed = np.tile(owners, v)[:, None] != np.tile(owners, v)
     kernel = np.where(allowed, 0, -INF)
@@ -175,15 +178,30 @@ class TestOracle:
     @settings(max_examples=4)
     @given(seed=SEEDS, v=st.integers(2, 3), b=st.integers(2, 4), d=st.integers(2, 4), k=st.integers(1, 6),
            detach=st.sampled_from([None, True]), tau_plus=st.sampled_from([0.0, 0.2]),
-           labelled=st.sampled_from("nbk"))
-    def test_bank(self, weights, objective, seed, v, b, d, k, detach, tau_plus, labelled):
-        labels = {"n": None, "b": b, "k": b + k}[labelled]
+           labelled=st.sampled_from("nbk"), owned=st.booleans(), block_size=st.sampled_from([None, 0, 1]))
+    def test_bank(self, weights, objective, seed, v, b, d, k, detach, tau_plus, labelled, owned, block_size):
+        rng, labels = np.random.default_rng(seed), {"n": None, "b": b, "k": b + k}[labelled]
         if labels is not None:
-            labels = np.random.default_rng(seed).integers(3, size=labels)
-        assume(weights != "transported" or couples(b, v, k, labels))
+            labels = rng.integers(3, size=labels)
+        own = rng.integers(k, size=b) if owned else None
+        assume(weights != "transported" or couples(b, v, k, labels, own))
         agree(normal(seed, v * b + k, d), v, k, weights=weights, objective=objective, detach_weights=detach,
-              labels=labels,
-              tau_plus=tau_plus)
+              own=own, labels=labels, tau_plus=tau_plus, block_size=block_size)
+
+    @settings(max_examples=30)
+    @given(seed=SEEDS, loss=st.sampled_from(["hard", "hard-simple"]), b=st.integers(2, 5), k=st.integers(0, 9),
+           top_k=st.integers(1, 12), block_size=st.sampled_from([None, 0, 1, 3]))
+    def test_top_by_count(self, seed, loss, b, k, top_k, block_size):
+        agree(normal(seed, 2 * b + k, 3), 2, k, loss=loss, top_k=top_k, block_size=block_size)
+
+    @pytest.mark.parametrize("loss", ["hard", "hard-simple"])
+    @pytest.mark.parametrize("block_size", [0, 1, None])
+    def test_ties_of_the_threshold_stay(self, loss, block_size):
+        """Rows that come twice tie; a row that labels leave few candidates keeps a share of those."""
+        x = np.repeat(normal(3, 4, 3), 2, axis=0)[[0, 2, 4, 6, 1, 3, 5, 7]]
+        for labels in (None, [0, 0, 0, 1]):
+            for alpha in (0.2, 0.5, 0.9):
+                agree(x, 2, loss=loss, alpha=alpha, labels=labels, block_size=block_size)
 
     @pytest.mark.parametrize("weights, objective", PAIRS)
     @settings(max_examples=4)
@@ -377,37 +395,6 @@ class TestLimits:
         logits = torch.tensor(logits)
         close(hardneg.tilted(logits, 1e4).exp(), hardneg.hardest(logits).exp(), 1e-12)
 
-    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4))
-    def test_large_beta_is_the_worst_case(self, seed, b, d):
-        x, t = normal(seed, 2 * b, d), 0.5
-        losses = hardneg.contrastive_loss(*tensors(x, 2)[0], loss="hcl", beta=1e6, tau_plus=0, temperature=t,
-                                          reduction="none")
-        z = oracle.unit(x)
-        cosines, places = z @ z.T, np.arange(2 * b)
-        pos = cosines[places, (places + b) % (2 * b)][:, None]
-        neg = np.where((places[:, None] - places) % b == 0, -INF, cosines)
-        # E_q[M − s] falls below any gap only as fast as that between the two nearest candidates
-        ordered = np.sort(neg, axis=1)
-        assume((ordered[:, -1] - ordered[:, -2] > 1e-3).all())
-        close(losses, oracle.worst_case(pos / t, neg / t, 2 * (b - 1)), 1e-10)
-
-    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.sampled_from([0.1, 0.01, 0.001]))
-    def test_cold(self, seed, a, n, t):
-        pos, neg = np.random.default_rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
-        p, s = torch.tensor(pos), torch.tensor(neg)
-        off = numpy(t * hardneg.nce(p / t, s / t, hardneg.uniform(s))) - oracle.nce_cold(pos, neg)
-        assert (off >= -1e-12).all() and (off <= t * math.log(1 + n) + 1e-12).all()
-        close(hardneg.triplet(p, s, hardneg.hardest(s)), 2 * oracle.nce_cold(pos, neg), 1e-12)
-
-    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(2, 6))
-    def test_hot(self, seed, a, n):
-        pos, neg = np.random.default_rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
-        p, s = torch.tensor(pos), torch.tensor(neg)
-        once, twice = (numpy(hardneg.nce(p / t, s / t, hardneg.uniform(s))) - oracle.nce_hot(pos, neg, t)
-                       for t in (1000.0, 2000.0))
-        assume((np.abs(once) > 1e-8).all())  # the spread of the similarities does not vanish
-        close(once / twice, np.full(a, 4.0), 0.01)  # the remainder is O(1/t²)
-
     @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
     def test_hot_hard_is_hard_simple(self, seed, b, d, alpha):
         x, t = normal(seed, 2 * b, d), 1e3
@@ -430,24 +417,6 @@ class TestLimits:
             close(oracle.assignment_cost(cost), least, 1e-9)
         assert least - 1e-6 <= spent <= least + 0.05 * math.log(n) + 1e-6  # ε times the most entropy there is
 
-    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.floats(0.1, 2),
-           epsilon=st.floats(0.05, 5))
-    def test_transported_without_marginals_is_tilted(self, seed, a, n, t, epsilon):
-        logits = torch.tensor(masked_logits(seed, a, n, empty=a > 1))
-        close(hardneg.transported(logits, epsilon, temperature=t,
-                                  potential=torch.zeros(n, dtype=torch.float64)),
-              hardneg.tilted(logits, t / epsilon), 1e-12)
-
-    @given(seed=SEEDS, n=st.integers(2, 6), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
-    def test_worst_case_bound(self, seed, n, beta, eps):
-        logits = masked_logits(seed, 1, n)
-        there = logits[0] > -INF
-        q = numpy(hardneg.tilted(torch.tensor(logits), beta))[0, there]
-        gap = np.sum(np.exp(q) / there.sum() * (logits.max() - logits[0, there]))
-        want, near, far = oracle.worst_case_bound(logits[0], beta, eps)
-        close(gap, want, 1e-10)
-        assert gap <= near + 1e-12 and near <= far + 1e-12
-
     @pytest.mark.parametrize("alpha", [1.0, 0.4, 0.1])
     @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.floats(0.1, 2))
     def test_softmax_gradients(self, alpha, seed, a, n, t):
@@ -461,6 +430,380 @@ class TestLimits:
             close(ratio, oracle.gradient_ratio(neg, t), 1e-10)
             for got, want in zip((by_pos[:, 0], by_neg), oracle.softmax_gradients(pos, neg, t)):
                 close(got, want, 1e-10)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Theorems
+# ------------------------------------------------------------------------------------------------------------
+
+def similarities(x, y, labels=None):
+    """Cosines of a batch of two views by the oracle: pos (2B, 1), neg (2B, 2B), −∞ where no negative."""
+    z, b = oracle.unit(np.concatenate([x, y])), len(x)
+    cosines, places = z @ z.T, np.arange(2 * b)
+    owners = np.tile(np.arange(b) if labels is None else labels, 2)
+    return (cosines[places, (places + b) % (2 * b)][:, None],
+            np.where(owners[:, None] == owners, -INF, cosines))
+
+
+def hardness(x, y, epsilon=None, **options):
+    """E_P[cos(x, x⁻)] under the coupling at ε, or uniform negatives, read off hardneg's difference of means."""
+    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    weights = {} if epsilon is None else {"weights": "transported", "epsilon": epsilon}
+    losses = hardneg.contrastive_loss(x, y, loss="simple", reduction="none", **weights, **options)
+    aligned = (hardneg.unit(x) * hardneg.unit(y)).sum(1)
+    return float((losses + (aligned if "negatives" in options else aligned.repeat(2))).mean())
+
+
+def relative_entropy(p, q):
+    """KL(p ‖ q) = Σ p log(p/q), where 0 log 0 = 0."""
+    p, q = p[p > 0], q[p > 0]
+    return float((p * np.log(p / q)).sum())
+
+
+def some_coupling(seed, allowed):
+    """A coupling with uniform marginals on the allowed entries, an extreme point half of the time."""
+    cost = np.where(allowed, np.random.default_rng(seed).uniform(0, 3, allowed.shape), INF)
+    return oracle.exact_coupling(cost) if seed % 2 else oracle.sinkhorn(-cost)[0]
+
+
+def descend(counts, d, seed=0, smooth=300, sharp=200):
+    """Points of len(counts) classes on the sphere brought to a minimum of L*_∞, counts[c] of class c.
+
+    The loss has a kink wherever two classes are equally near, and at a minimum most are: β is brought up first, and
+    the steps on the worst case itself shrink. → its value, how far points of a class are apart, centres, shares."""
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    other = torch.cat([torch.arange(n).roll(1) + sum(counts[:c]) for c, n in enumerate(counts)])
+    z = torch.tensor(normal(seed, len(labels), d), requires_grad=True)
+
+    def loss(**options):
+        return hardneg.contrastive_loss(z, z[other], loss="simple", labels=labels, temperature=1, block_size=0,
+                                        **options)
+    optimizer = torch.optim.Adam([z], lr=0.05)
+    for step in range(smooth):
+        optimizer.zero_grad()
+        loss(weights="tilted", beta=2 * 100**(step / smooth)).backward()
+        optimizer.step()
+    for step in range(sharp):
+        with torch.no_grad():
+            z.copy_(hardneg.unit(z))
+        gradient, = torch.autograd.grad(loss(weights="hardest"), z)
+        with torch.no_grad():
+            z -= 0.03 * 1e-3**(step / sharp) * len(labels) * gradient
+    classes = [oracle.unit(numpy(z)[labels == c]) for c in range(len(counts))]
+    return (float(loss(weights="hardest").detach()), max(np.ptp(rows, axis=0).max() for rows in classes),
+            oracle.unit(np.array([rows.mean(0) for rows in classes])), np.array(counts) / sum(counts))
+
+
+class TestTheorems:
+    """What the papers prove about these losses, run: the loss by hardneg, what it must be by the oracle."""
+
+    # [2] Lemma 2 and Theorem 1: without regularisation the game is won by an encoder that is constant
+
+    @pytest.mark.filterwarnings("ignore:Sinkhorn")
+    @given(seed=SEEDS, n=st.integers(2, 6), d=st.integers(2, 4), epsilon=st.sampled_from([0.02, 0.1, 0.5, 2.0]))
+    def test_worst_coupling_is_with_oneself(self, seed, n, d, epsilon):
+        """The worst coupling of rows with themselves has E x·x⁻ = 1, so E v = 1 − E x·x⁺ ≥ 0; at ε > 0 it is at most
+        ε log n below, because coupling each row with itself has relative entropy log n."""
+        x, y = normal(seed, n, d), normal(seed + 1, n, d)
+        z, aligned = oracle.unit(x), (oracle.unit(x) * oracle.unit(y)).sum(1)
+        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T)))
+        plan = oracle.exact_coupling(cost)
+        close((plan * cost).sum(), 0, 1e-9)
+        with np.errstate(divide="ignore"):
+            log_w = np.log(n * n * plan)
+        pieces = torch.tensor(aligned)[:, None], torch.tensor(z @ z.T)
+        worst = float(hardneg.simple(*pieces, torch.tensor(log_w)).mean())
+        close(worst, 1 - aligned.mean(), 1e-9)
+        assert worst >= 0
+        other = n * n * some_coupling(seed, np.ones((n, n), bool))
+        with np.errstate(divide="ignore"):
+            assert float(hardneg.simple(*pieces, torch.tensor(np.log(other))).mean()) <= worst + 1e-9
+        value = hardness(x, y, epsilon, negatives=torch.tensor(x)) - aligned.mean()
+        assert worst - epsilon * math.log(n) - 1e-4 <= value <= worst + 1e-9
+        constant = np.ones((n, d))
+        close(hardness(constant, constant, epsilon, negatives=torch.tensor(constant)) - 1, 0, 1e-12)
+
+    @given(seed=SEEDS, n=st.integers(2, 6), q=st.floats(0.5, 20), t=st.floats(0.2, 2), margin=st.floats(0, 1))
+    def test_no_encoder_beats_a_constant(self, seed, n, q, t, margin):
+        """For a convex non-decreasing ψ the worst coupling costs at least ψ(0): log(1 + Q) of nce, η of the triplet
+        loss; under a constant encoder every coupling costs that."""
+        def worst(z, y, objective, *options):  # one negative at a time, as they are drawn
+            pos = (z * y).sum(1).repeat(n).reshape(n, n).T.reshape(-1, 1)
+            cost = objective(pos, (z @ z.T).reshape(-1, 1), torch.zeros(n * n, 1, dtype=z.dtype), *options)
+            cost = numpy(cost.reshape(n, n))
+            return (oracle.exact_coupling(-cost) * cost).sum()
+
+        def nce(pos, neg, log_w):
+            return hardneg.nce(pos / t, neg / t, log_w + math.log(q))
+
+        z, y = (hardneg.unit(torch.tensor(normal(seed + k, n, 3))) for k in range(2))
+        constant = z[:1].expand(n, 3)
+        for objective, least in ((nce, math.log(1 + q)), (hardneg.triplet, margin)):
+            options = (margin,) if objective is hardneg.triplet else ()
+            assert worst(z, y, objective, *options) >= least - 1e-9
+            close(worst(constant, constant, objective, *options), least, 1e-9)
+
+    @pytest.mark.filterwarnings("ignore:Sinkhorn")
+    @given(seed=SEEDS, n=st.integers(2, 6), t=st.floats(0.2, 2), epsilon=st.sampled_from([0.02, 0.1, 0.5]))
+    def test_nor_does_one_at_small_epsilon(self, seed, n, t, epsilon):
+        """Where a row may be its own negative the loss of [2] is at least log(1 + N n^{−ε/t}), by Jensen twice. It is
+        log(1 + N) for a constant encoder, and less than that where a row may not and the rows are a simplex."""
+        x, y = (torch.tensor(normal(seed + k, n, 3)) for k in range(2))
+        options = {"loss": "ot", "temperature": t, "epsilon": epsilon}
+        value = hardneg.contrastive_loss(x, y, negatives=x, **options)
+        assert value >= math.log(1 + n * n ** (-epsilon / t)) - 1e-4
+        constant, simplex = x[:1].expand(n, 3), torch.eye(n, dtype=x.dtype) - 1 / n
+        close(hardneg.contrastive_loss(constant, constant, negatives=constant, **options), math.log(1 + n), 1e-12)
+        within = float(hardneg.contrastive_loss(simplex, simplex, **options))
+        close(within, math.log(1 + (2 * n - 2) * math.exp(-n / (n - 1) / t)), 1e-9)
+        assert within < math.log(1 + 2 * n - 2)
+
+    # [2] VI: what the regularised coupling has instead
+
+    @pytest.mark.filterwarnings("ignore:Sinkhorn")
+    @given(seed=SEEDS, b=st.integers(2, 5), epsilon=st.floats(0.1, 2))
+    def test_no_row_is_coupled_with_itself(self, seed, b, epsilon):
+        """Own views have no weight, so E s stays below that of the best coupling that avoids them, by ε log 2B at
+        most: with them it would go to 1."""
+        x, y = normal(seed, b, 3), normal(seed + 1, b, 3)
+        neg = similarities(x, y)[1]
+        log_w = numpy(hardneg.transported(torch.tensor(neg), epsilon))
+        assert ((log_w == -INF) == (neg == -INF)).all()
+        cost = np.where(neg > -INF, 1 - neg, INF)
+        plan = oracle.exact_coupling(cost)
+        least = 1 - (plan[plan > 0] * cost[plan > 0]).sum()
+        assert least - epsilon * math.log(2 * b) - 1e-6 <= hardness(x, y, epsilon) <= least + 1e-6
+
+    @given(seed=SEEDS, b=st.integers(2, 5), k=st.integers(1, 6), epsilon=st.floats(0.2, 5))
+    def test_harder_than_the_product_coupling(self, seed, b, k, epsilon):
+        """E s is at least that of independent draws from a bank, as printed; where own views are forbidden, at least
+        that of the coupling of largest entropy that avoids them, which is uniform over the others."""
+        x, y, bank = normal(seed, b, 3), normal(seed + 1, b, 3), torch.tensor(normal(seed + 2, k, 3))
+        assert hardness(x, y, epsilon, negatives=bank) >= hardness(x, y, negatives=bank) - 1e-9
+        neg = similarities(x, y)[1]
+        even = oracle.product_coupling(neg > -INF)
+        close((even * np.where(neg > -INF, neg, 0)).sum(), hardness(x, y), 1e-9)
+        assert hardness(x, y, epsilon) >= hardness(x, y) - 1e-9
+
+    @given(seed=SEEDS, n=st.integers(2, 6), epsilon=st.floats(0.2, 5))
+    def test_not_harder_than_a_product_with_itself(self, seed, n, epsilon):
+        """Counterexamples to the property as printed. Of two points each must be coupled with the other, E s = s₁₂; the
+        product of the marginals has each with itself half of the time, (1 + s₁₂)/2. Of a simplex of any size E s is
+        −1/(n − 1), the product's 0."""
+        for x in (normal(seed, 2, 3), np.eye(n) - 1 / n):
+            cosines = oracle.unit(x) @ oracle.unit(x).T
+            product = (oracle.product_coupling(np.ones(cosines.shape, bool)) * cosines).sum()
+            close(hardness(x, x, epsilon), cosines[0, 1], 1e-9)
+            assert hardness(x, x, epsilon) < product
+
+    @given(seed=SEEDS, b=st.integers(3, 5), k=st.integers(2, 6))
+    def test_hardness_falls_with_epsilon(self, seed, b, k):
+        """E s falls as ε grows, down to that of uniform negatives, in a batch and with a bank."""
+        x, y, bank = normal(seed, b, 3), normal(seed + 1, b, 3), torch.tensor(normal(seed + 2, k, 3))
+        for options in ({}, {"negatives": bank}):
+            values = np.array([hardness(x, y, epsilon, **options) for epsilon in (0.2, 0.4, 1.0, 3.0, 10.0, 1e5)])
+            assert (np.diff(values) < 1e-10).all() and values[0] > values[-1]
+            close(values[-1], hardness(x, y, **options), 1e-4)
+
+    # [1] Proposition 1: as β grows, tilted weights go to the worst case
+
+    @given(seed=SEEDS, b=st.integers(2, 5), t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2),
+           classes=st.sampled_from([2, 5]))
+    def test_tilted_is_near_the_worst_case(self, seed, b, t, beta, eps, classes):
+        """For each anchor 0 ≤ L* − L(q_β) ≤ E_q[M − s] ≤ ε + R P_q(s < M − ε) ≤ ε + R e^{−βε/2}/ρ_ε at every β and ε
+        (the logarithm's slope, then Jensen), and E_q[M − s] ≤ log N / β: it goes to 0, without a gap between
+        the nearest two."""
+        x, y, labels = normal(seed, b, 3), normal(seed + 1, b, 3), np.arange(b) % classes
+
+        def losses(**options):
+            return numpy(hardneg.contrastive_loss(torch.tensor(x), torch.tensor(y), loss="hcl", tau_plus=0,
+                                                  temperature=t, labels=labels, reduction="none", **options))
+        pos, neg = (cosines / t for cosines in similarities(x, y, labels))
+        worst, counts = losses(weights="hardest"), (neg > -INF).sum(1)
+        gaps = worst - losses(beta=beta)
+        weights = numpy(hardneg.tilted(torch.tensor(neg), beta).exp()) / counts[:, None]
+        for i in range(2 * b):
+            close(worst[i], oracle.worst_case(pos[i:i + 1], neg[i:i + 1], counts[i])[0], 1e-10)
+            drop, near, far = oracle.worst_case_bound(neg[i], beta, eps)
+            close(weights[i] @ np.where(neg[i] > -INF, neg[i].max() - neg[i], 0), drop, 1e-10)
+            assert -1e-10 <= gaps[i] <= drop + 1e-10 and drop <= near + 1e-10 and near <= far + 1e-10
+            assert beta * drop <= math.log(counts[i]) + 1e-9
+
+    @pytest.mark.parametrize("middling, far, beta", [(10, 10, 6.0), (0, 100, 2.0)])
+    def test_bound_on_the_far(self, middling, far, beta):
+        """P_q(s < M − ε) ≤ e^{−βε/2}/ρ_ε at ε = 1 on rows that would break it with all of ε in the exponent (the first)
+        and without ρ_ε (the second)."""
+        logits = np.array([0.0] + [-0.5] * middling + [-1.01] * far)
+        q = numpy(hardneg.tilted(torch.tensor(logits)[None], beta).exp())[0] / len(logits)
+        close(q[logits < -1].sum(), oracle.bad_probability(logits, beta, 1), 1e-12)
+        assert q[logits < -1].sum() <= oracle.bad_probability_bound(logits, beta, 1)
+
+    @given(seed=SEEDS, b=st.integers(2, 5), t=st.floats(0.1, 2))
+    def test_and_nearer_as_beta_grows(self, seed, b, t):
+        """L(q_β) rises with β, from uniform weights to the worst case: they differ by log N / β at most."""
+        x, y = (torch.tensor(normal(seed + k, b, 3)) for k in range(2))
+        options = {"temperature": t, "reduction": "none"}
+        betas = (0, 0.3, 1, 3, 10, 100, 1e4)
+        values = [hardneg.contrastive_loss(x, y, loss="hcl", tau_plus=0, beta=beta, **options) for beta in betas]
+        assert (torch.stack(values).diff(dim=0) >= -1e-10).all()
+        close(values[0], hardneg.contrastive_loss(x, y, **options), 1e-10)
+        worst = oracle.worst_case(*(cosines / t for cosines in similarities(numpy(x), numpy(y))), 2 * b - 2)
+        assert (worst - numpy(values[-1]) <= math.log(2 * b - 2) / 1e4 + 1e-10).all()
+
+    # [1] Theorem 2: what minimises the worst case
+
+    @given(seed=SEEDS, classes=st.integers(2, 4), each=st.integers(2, 3), d=st.integers(2, 4), t=st.floats(0.2, 2))
+    def test_worst_case_is_alignment_and_separation(self, seed, classes, each, d, t):
+        """L*_∞ is L_align + L*_unif − 1/t², the most that L_∞ is under any negatives; to move every class, one after
+        another, onto that point of it which is farthest from the others never makes it larger."""
+        labels = np.repeat(np.arange(classes), each)
+        z = oracle.unit(normal(seed, len(labels), d))
+        other = np.arange(len(z)).reshape(classes, each)[:, np.r_[1:each, 0]].ravel()
+
+        def loss(rows, **options):
+            rows = torch.tensor(rows)
+            return float(hardneg.contrastive_loss(rows, rows[other], loss="simple", labels=labels, **options)) / t**2
+        outside = np.stack([z[labels != c] for c in labels]) / t  # on the paper's sphere of radius 1/t
+        x, positives, worst = z / t, z[other] / t, loss(z, weights="hardest")
+        close(worst, oracle.l_align(x, positives) + oracle.l_unif_star(x, outside) - 1 / t**2, 1e-10)
+        close(worst, oracle.l_align(x, positives) - oracle.nearest_distance(x, outside) / 2, 1e-10)
+        assert oracle.l_infinity(x, positives, outside) <= worst + 1e-10
+        assert loss(z) <= oracle.l_infinity(x, positives, outside) + 1e-10  # Jensen
+        for c in range(classes):
+            before, inside = loss(z, weights="hardest"), z[labels == c]
+            z[labels == c] = inside[np.argmin((inside @ z[labels != c].T).max(1))]
+            assert loss(z, weights="hardest") <= before + 1e-10
+        shares, centres = np.full(classes, 1 / classes), z[::each] / t
+        close(loss(z, weights="hardest"), -oracle.ball_packing(centres, shares) / 2, 1e-10)
+
+    @pytest.mark.parametrize("counts, d, most", [
+        ([2] * 2, 3, 4),                             # antipodes
+        ([2] * 3, 2, 3),                             # C ≤ d + 1, a simplex: 2C/(C − 1)
+        ([3] * 4, 3, 8 / 3),
+        ([2] * 5, 4, 5 / 2),
+        ([2] * 5, 3, 81 / 40),                       # a square pyramid of height 9/8
+        ([2] * 6, 3, 2),                             # octahedron
+        ([2] * 8, 3, (16 - 4 * math.sqrt(2)) / 7),   # square antiprism
+        ([2] * 12, 3, 2 - 2 / math.sqrt(5)),         # icosahedron
+    ])
+    def test_minimum_is_a_ball_packing(self, counts, d, most):
+        """Gradient descent on L*_∞ brings points of a class together and classes as far from their nearest as they
+        can be on average. That is Tammes' problem, the least distance, in these cases but one: for five classes in
+        three dimensions the pyramid has 81/40, and nobody keeps five points farther apart than √2."""
+        value, spread, centres, shares = descend(counts, d)
+        packing = oracle.ball_packing(centres, shares)
+        assert spread < 1e-3
+        assert (1 - 1e-3) * most <= packing <= most + 1e-9
+        close(value, -most / 2, 1e-3)
+
+    @pytest.mark.parametrize("counts", [(2, 1, 1), (14, 3, 3), (6, 1, 1), (9, 1, 1)])
+    @pytest.mark.parametrize("d", [2, 3])
+    def test_heavy_class_pushes_the_others_together(self, counts, d):
+        """Three classes, one of share ρ: the others are at an angle φ from its antipode. cos φ is ρ / (4 − 4ρ) from
+        ρ = 2/3, where they are a simplex still, to ρ = 4/5, from where they coincide."""
+        heavy = counts[0] / sum(counts)
+        cosine = min(1, max(1 / 2, heavy / (4 - 4 * heavy)))
+        most = heavy * (2 + 2 * cosine) + (1 - heavy) * min(2 + 2 * cosine, 4 - 4 * cosine**2)
+        value, spread, centres, shares = descend(counts, d)
+        assert spread < 3e-3
+        assert (1 - 1e-3) * most <= oracle.ball_packing(centres, shares) <= most + 1e-9
+        close(value, -most / 2, 1e-3)
+        close(-centres[1:] @ centres[0], np.full(2, cosine), 0.02)  # 4 (1 − ρ) 0.02² of the packing: it is flat there
+
+    @pytest.mark.parametrize("sides", [6, 7, 12])
+    def test_many_classes_in_a_plane_are_better_off_in_a_pile(self, sides):
+        """The mean, not the least distance: at the corners of a square, all classes but three at one of them, it is
+        6/C; for a regular polygon 4 sin²(π/C), the same at six classes and less from seven on."""
+        angles = torch.arange(sides, dtype=torch.float64) / sides * math.tau
+        polygon = torch.stack([angles.cos(), angles.sin()], 1)
+        square = torch.tensor([[1., 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
+        pile = square[torch.arange(sides).clamp_max(3)]
+
+        def loss(z):
+            return float(hardneg.contrastive_loss(z, z, loss="simple", weights="hardest"))
+        for z in (polygon, pile):
+            close(loss(z), -oracle.ball_packing(z.numpy(), np.full(sides, 1 / sides)) / 2, 1e-12)
+        close(loss(pile), -3 / sides, 1e-12)
+        close(loss(polygon), -2 * math.sin(math.pi / sides)**2, 1e-12)
+        assert loss(pile) < loss(polygon) + (1e-12 if sides == 6 else 0)
+
+    # [2] Lemma 3, Eq. 7: the coupling in closed form
+
+    @given(seed=SEEDS, a=st.integers(1, 5), n=st.integers(1, 6), epsilon=st.floats(0.2, 5),
+           share=st.sampled_from([0, 0.2]))
+    def test_coupling_is_the_minimiser(self, seed, a, n, epsilon, share):
+        """P* = p(x) p(x⁻) e^{(u + v − c)/ε} has the marginals p, and E c + ε KL(P ‖ p p) of any other coupling P is
+        larger by ε KL(P ‖ P*). The weights are its conditionals, and weigh all candidates alike on the whole."""
+        cosines = masked_logits(seed, a, n, share) / 2
+        allowed = cosines > -INF
+        assume(allowed.any(0).all() and (oracle.usable(allowed) == allowed).all())
+        assume(oracle.sinkhorn(np.where(allowed, 0, -INF))[3] < 1e-6)
+        cost, kernel = oracle.ground_cost(cosines), -hardneg.ground_cost(torch.tensor(cosines)) / epsilon
+        f, g, _ = map(numpy, hardneg.sinkhorn(kernel))  # cost ∞ where forbidden
+        u, v, product = epsilon * (f + math.log(a)), epsilon * (g + math.log(n)), np.full((a, n), 1 / (a * n))
+        plan = product * np.exp((u[:, None] + v - cost) / epsilon)
+        close(plan.sum(1), np.full(a, 1 / a), 1e-11)
+        close(plan.sum(0), np.full(n, 1 / n), 1e-11)
+
+        def objective(p):
+            return (p * np.where(allowed, cost, 0)).sum() + epsilon * relative_entropy(p, product)
+        other = some_coupling(seed, allowed)
+        for mixed in (other, 0.9 * plan + 0.1 * other, oracle.product_coupling(allowed)):
+            excess = objective(mixed) - objective(plan)
+            assert excess >= -1e-10
+            close(excess, epsilon * relative_entropy(mixed, plan), 1e-9)
+        close(objective(plan), u.mean() + v.mean(), 1e-9)  # the dual problem's value: there is no gap
+        weights = numpy(hardneg.transported(torch.tensor(cosines), epsilon).exp())
+        counts = allowed.sum(1)[:, None]
+        close(weights / counts / a, plan, 1e-10)
+        close((weights / counts).sum(0), np.full(n, a / n), 1e-10)
+
+    @given(seed=SEEDS, a=st.integers(1, 4), n=st.integers(1, 6), t=st.floats(0.1, 2), epsilon=st.floats(0.05, 5))
+    def test_without_marginals_it_is_tilted(self, seed, a, n, t, epsilon):
+        """With nothing asked of the marginals the minimiser is q_β at β = t/ε: any other q has an E c + ε KL(q ‖ p)
+        that is larger by ε KL(q ‖ q_β)."""
+        logits = torch.tensor(masked_logits(seed, a, n, empty=a > 1))
+        log_w = hardneg.transported(logits, epsilon, temperature=t, potential=torch.zeros(n, dtype=torch.float64))
+        close(log_w, hardneg.tilted(logits, t / epsilon), 1e-12)
+        for i, places in enumerate(numpy(logits) > -INF):
+            if places.any():
+                cost = oracle.ground_cost(t * numpy(logits)[i, places])
+                best, product = numpy(log_w.exp())[i, places] / places.sum(), np.full(places.sum(), 1 / places.sum())
+                q = np.random.default_rng(seed).dirichlet(product)
+                excess = (q - best) @ cost + epsilon * (relative_entropy(q, product) - relative_entropy(best, product))
+                close(excess, epsilon * relative_entropy(q, best), 1e-9)
+
+    # [4] Eq. 6, 7: the ends of the temperature, and how fast they are reached
+
+    @given(seed=SEEDS, b=st.integers(2, 5), t=st.floats(1e-3, 10), classes=st.sampled_from([2, 100]))
+    def test_cold(self, seed, b, t, classes):
+        """0 ≤ τ L − max(0, max_j s_j − s⁺) ≤ τ log(1 + N) at every τ, and the upper end is reached where all
+        similarities are equal. The limit is half of the triplet loss on the nearest."""
+        x, y = normal(seed, b, 3), normal(seed + 1, b, 3)
+        labels = np.random.default_rng(seed).integers(classes, size=b)
+        pos, neg = similarities(x, y, labels)
+        limit, counts = oracle.nce_cold(pos, neg), (neg > -INF).sum(1)
+        x, y = torch.tensor(x), torch.tensor(y)
+        options = {"labels": labels, "reduction": "none"}
+        off = t * numpy(hardneg.contrastive_loss(x, y, temperature=t, **options)) - limit
+        assert (off >= -1e-12).all() and (off <= t * np.log(1 + counts) + 1e-12).all()
+        close(hardneg.contrastive_loss(x, y, loss="triplet", **options), 2 * limit, 1e-12)
+        constant = torch.ones(b, 3, dtype=torch.float64)
+        close(t * hardneg.contrastive_loss(constant, constant, temperature=t, **options), t * np.log(1 + counts), 1e-12)
+
+    @given(seed=SEEDS, b=st.integers(2, 5), t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
+    def test_hot(self, seed, b, t, classes):
+        """τ² (L − [log(1 + N) − N/(N + 1) s⁺/τ + Σ_j s_j/((N + 1) τ)]) is Var/2 up to R³ / (36 √3 τ) at every τ, with
+        Var and R the variance and the range of the N + 1 similarities: a third cumulant is at most R³ / (6 √3)."""
+        x, y = normal(seed, b, 3), normal(seed + 1, b, 3)
+        labels = np.random.default_rng(seed).integers(classes, size=b)
+        pos, neg = similarities(x, y, labels)
+        losses = hardneg.contrastive_loss(torch.tensor(x), torch.tensor(y), temperature=t, labels=labels,
+                                          reduction="none")
+        scaled = t**2 * (numpy(losses) - oracle.nce_hot(pos, neg, t))
+        for i in range(2 * b):
+            s = np.append(neg[i, neg[i] > -INF], pos[i])
+            assert abs(scaled[i] - s.var() / 2) <= np.ptp(s)**3 / (36 * math.sqrt(3) * t) + 1e-14 * t**2
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -705,6 +1048,7 @@ class TestEdges:
         *[("tau_plus", {"tau_plus": tau}) for tau in (-0.1, 1.0, 2, math.nan)],
         *[("beta", {"beta": beta}) for beta in (-1, INF, math.nan)],
         *[("alpha", {"alpha": alpha}) for alpha in (0, -0.1, 1.1, math.nan)],
+        *[("top_k", {"top_k": top_k}) for top_k in (0, -1, 0.5)],
         *[("epsilon", {"epsilon": epsilon}) for epsilon in (0, -1, INF, math.nan)],
         ("cost", {"cost": "cosine"}), ("kappa", {"kappa": math.nan}), ("kappa", {"kappa": INF}),
         *[("margin", {"margin": margin}) for margin in (-0.1, INF, math.nan)],
@@ -1401,6 +1745,112 @@ class TestEncoders:
             hardneg.Encoder(*arguments)
 
 
+class TestMemoryBank:
+    """What a bank keeps of every image, a queue of every batch, and a slow encoder of a quick one."""
+
+    @settings(max_examples=15)
+    @given(seed=SEEDS, n=st.integers(1, 8), b=st.integers(1, 6), d=st.integers(1, 4), momentum=st.floats(0, 0.99))
+    def test_update(self, seed, n, b, d, momentum):
+        """Batches of any size; an index that comes more than once counts with the mean of its embeddings."""
+        rng = np.random.default_rng(seed)
+        index, z = rng.integers(n, size=b), rng.standard_normal((b, d))
+        bank = hardneg.MemoryBank(n, d, momentum, torch.Generator().manual_seed(seed % 100)).double()
+        rows = numpy(bank.rows).copy()
+        bank.update(torch.tensor(index), torch.tensor(z))
+        close(bank.rows, oracle.bank_update(rows, index, oracle.unit(z), momentum), 1e-6)
+        assert not bank.rows.requires_grad
+
+    def test_rows_are_unit_and_repeat_by_generator(self):
+        one, two = (hardneg.MemoryBank(50, 8, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+        assert torch.equal(one.rows, two.rows)
+        close(one.rows.norm(dim=1), np.ones(50), 1e-6)
+        one.update(torch.tensor([3]), torch.zeros(1, 8))  # an embedding that is zero changes nothing
+        close(one.rows, two.rows, 1e-6)
+
+    def test_momentum_0_keeps_the_last(self):
+        bank, z = hardneg.MemoryBank(4, 2, 0), torch.tensor([[0., 2.]])
+        bank.update(torch.tensor([2]), z.half())
+        assert bank.rows[2].tolist() == [0, 1] and bank.rows.dtype == torch.float32
+
+    @settings(max_examples=20)
+    @given(size=st.integers(1, 7), batches=st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    def test_queue_holds_the_last_ones(self, size, batches):
+        """Batches of any size, larger than the queue too, and a state that was saved in between."""
+        queue = hardneg.MemoryBank(size, 2, 0)
+        angles = torch.arange(sum(batches)) / 100
+        all_keys = torch.stack([angles.cos(), angles.sin()], 1)
+        for keys in all_keys.split(batches):
+            other = hardneg.MemoryBank(size, 2, 0)
+            other.load_state_dict(queue.state_dict())
+            queue = other
+            queue.push(3 * keys)
+        kept = {tuple(row) for row in queue.rows.mul(1000).round().int().tolist()}
+        assert {tuple(row) for row in all_keys[-size:].mul(1000).round().int().tolist()} <= kept
+
+    def test_state_survives(self, tmp_path):
+        bank = hardneg.MemoryBank(5, 3)
+        bank.push(torch.eye(3))
+        torch.save(bank.state_dict(), tmp_path / "bank.pt")
+        other = hardneg.MemoryBank(5, 3)
+        other.load_state_dict(torch.load(tmp_path / "bank.pt", weights_only=True))
+        assert torch.equal(other.rows, bank.rows) and other.oldest == 3
+
+    @pytest.mark.parametrize("arguments, name",
+                             [((0, 2), "size"), ((3, 2, 1.0), "momentum"), ((3, 2, -0.1), "momentum")])
+    def test_names_what_is_off(self, arguments, name):
+        with pytest.raises(ValueError, match=name):
+            hardneg.MemoryBank(*arguments)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_own_row_is_no_candidate(self, loss):
+        """As if the bank had been given without it."""
+        bank, z = hardneg.MemoryBank(30, 8), hardneg.unit(torch.tensor(normal(3, 1, 8)).float())
+        other = torch.arange(30) != 4
+        options = dict(loss=loss, normalize=False, tau_plus=0.01)
+        close(hardneg.contrastive_loss(z, bank.rows[[4]], negatives=bank.rows, own=torch.tensor([4]), **options),
+              hardneg.contrastive_loss(z, bank.rows[[4]], negatives=bank.rows[other], **options), 1e-6)
+
+    @pytest.mark.parametrize("own", [[0, 1, 2], [0, 5], [-1, 0], [0.0, 1.0]])
+    def test_own_names_what_is_off(self, own):
+        with pytest.raises(ValueError, match="own"):
+            hardneg.contrastive_loss(torch.eye(2), torch.eye(2), negatives=torch.eye(5)[:, :2] + 1, own=own)
+        with pytest.raises(ValueError, match="own"):
+            hardneg.contrastive_loss(torch.eye(2), torch.eye(2), own=[0, 1])
+
+    def test_no_second_copy_of_the_bank(self):
+        """What is allocated at once is the logits' size, A × K, in few copies, and no K × D."""
+        bank, z = hardneg.MemoryBank(4000, 256), torch.tensor(normal(1, 8, 256)).float().requires_grad_()
+        index = torch.arange(8)
+        with Largest() as largest:
+            hardneg.contrastive_loss(hardneg.unit(z), bank.rows[index], negatives=bank.rows, own=index,
+                                     normalize=False, loss="hard", return_stats=True)[0].backward()
+        assert largest.bytes <= 8 * 4000 * 8 < bank.rows.numel() * 4 / 10
+
+    def test_follow(self):
+        """Parameters and running statistics, by m; no gradient; the leader is left as it is."""
+        leader, follower = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+        leader(torch.tensor(normal(1, 5, 2)).float())
+        before = {name: x.clone() for name, x in follower.state_dict().items()}
+        hardneg.follow(follower, leader, 0.9)
+        for name, x in follower.state_dict().items():
+            wanted = leader.state_dict()[name]
+            close(x, 0.9 * before[name] + 0.1 * wanted if x.is_floating_point() else wanted, 1e-6)
+        assert follower[1].num_batches_tracked == 1
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that any operation makes."""
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((arguments, options)) if torch.is_tensor(x)}
+        for x in tree_leaves(out):
+            if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in given:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
 class TestEvaluation:
     """Readouts against loops and another solver; nothing evaluated is changed by it."""
 
@@ -1465,6 +1915,67 @@ class TestEvaluation:
                        for f in (x, torch.cat([x, dull], 1)))
         assert hardneg.linear_readout(*clean) == hardneg.linear_readout(*more) > 90
 
+    @settings(max_examples=10)
+    @given(seed=SEEDS, n=st.integers(3, 12), d=st.integers(2, 4), k=st.integers(1, 2))
+    def test_neighbours_and_pairs(self, seed, n, d, k):
+        x, labels = normal(seed, 2 * n, d), np.random.default_rng(seed).integers(2, size=n)
+        z, positives = np.split(oracle.unit(x), 2)
+        raw, others, tags = torch.tensor(3 * x[:n]), torch.tensor(x[n:]), torch.tensor(labels)
+        for count in (None, k):
+            got, wanted = hardneg.neighbours(raw, count), oracle.neighbours(z, count)
+            close(got[0], wanted[0], 1e-12)
+            assert (numpy(got[1]) == wanted[1]).all()
+        for got, wanted in zip(hardneg.local_separation(raw, others, k), oracle.local_separation(z, positives, k)):
+            close(got, wanted, 1e-12)
+        close(hardneg.same_class_by_rank(raw, tags), oracle.same_class_by_rank(z, labels), 0)
+        assume(0 < (labels[:, None] == labels)[np.triu_indices(n, 1)].sum() < n * (n - 1) / 2)
+        edges, *densities = hardneg.cosine_histograms(raw, tags, 10)
+        wanted_edges, *wanted = oracle.cosine_histograms(z, labels, 10)
+        close(edges, wanted_edges, 1e-6)
+        close(torch.stack(densities), np.array(wanted), 1e-6)
+
+    def test_duplicates_are_neighbours_and_oneself_is_not(self):
+        cosines, indices = hardneg.neighbours(torch.tensor([[1., 0.], [2., 0.], [0., 1.]]))
+        assert torch.equal(cosines, torch.tensor([[1., 0.], [1., 0.], [0., 0.]]))
+        assert indices[:2, 0].tolist() == [1, 0]
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_weights_by_rank(self, loss):
+        x, options = normal(7, 9, 3), dict(temperature=0.4, beta=2.0, alpha=0.3, epsilon=0.5)
+        cosines, weights = hardneg.weights_by_rank(torch.tensor(x), loss, **options)
+        wanted, order = oracle.neighbours(oracle.unit(x))
+        close(cosines, wanted, 1e-12)
+        logits = np.where(np.eye(9) > 0, -INF, oracle.unit(x) @ oracle.unit(x).T / 0.4)
+        rule = getattr(oracle, oracle.PRESETS[loss][0])
+        takes = rule.__code__.co_varnames[:rule.__code__.co_argcount]
+        log_w = rule(logits, **{name: value for name, value in options.items() if name in takes})
+        close(weights, np.exp(np.take_along_axis(log_w, order, 1)), 1e-10)
+
+    @pytest.mark.parametrize("alpha", [None, 0.3])
+    @settings(max_examples=5)
+    @given(seed=SEEDS, a=st.integers(1, 3), n=st.integers(2, 8), t=st.floats(0.1, 2))
+    def test_gradient_ratio(self, alpha, seed, a, n, t):
+        cosines = np.random.default_rng(seed).uniform(-1, 1, (a, n + 1))
+        loss, options = ("simclr", {}) if alpha is None else ("hard", {"alpha": alpha})
+        got = hardneg.gradient_ratio(torch.tensor(cosines[:, 1:]), torch.tensor(cosines[:, 0]), loss, temperature=t,
+                                     **options)
+        close(got, oracle.hard_gradient_ratio(cosines[:, 1:], t, alpha or 1), 1e-10)
+
+    def test_gradient_ratio_of_the_others(self):
+        cosines, positive = torch.linspace(-1, 1, 20).double()[None], torch.tensor([0.5]).double()
+        ratio = lambda loss, **options: hardneg.gradient_ratio(cosines, positive, loss, **options)[0]
+        close(ratio("simple"), np.full(20, 1 / 20), 1e-12)                           # hardness means nothing to it
+        close(ratio("triplet"), np.eye(20)[19], 1e-12)                               # and everything to this one
+        assert ratio("hcl", tau_plus=0.0, beta=2.0)[-1] > ratio("simclr")[-1]
+        close(ratio("hcl", tau_plus=0.0, detach_weights=True).sum(), 1.0, 1e-12)
+        assert ratio("hcl", tau_plus=0.0)[0] < 0 < ratio("hcl", tau_plus=0.0)[-1]    # the far ones are pulled
+        for loss in PRESETS:
+            close(ratio(loss).sum(), 1.0, 1e-12)
+        close(ratio("ot"), ratio("simclr"), 1e-12)                                   # all must be coupled with it
+        batch = torch.stack([cosines[0].roll(k) for k in range(20)])                 # here nobody is near to everybody
+        among = hardneg.gradient_ratio(batch, positive.expand(20), "ot", temperature=0.5, epsilon=0.4)[0]
+        close(among, torch.softmax(cosines[0] * (1 / 0.5 + 1 / 0.4), 0), 1e-10)
+
     def test_figures_of_half_precision(self):
         z, labels = torch.tensor(normal(5, 3000, 4)), torch.arange(3000) % 3
         for figure, rest in ((hardneg.tolerance, (labels.int(),)), (hardneg.uniformity, ())):
@@ -1504,22 +2015,27 @@ class TestTraining:
         assert seen[0]["loss"] < math.log(159) and seen[-1]["loss"] < seen[0]["loss"] - 0.5  # chance is log(159) = 5.07
         assert seen[-1]["positive"] > seen[-1]["negative"] + 0.6
 
+    @pytest.mark.parametrize("method", hardneg.METHODS)
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
-    def test_every_loss_takes_a_step(self, few, loss):
-        encoder, seen, _ = trained(few, loss, until=2)
+    def test_every_loss_takes_a_step(self, few, loss, method):
+        encoder, seen, _ = trained(few, loss, until=2, method=method)
         assert seen[-1]["loss"].isfinite() and all(p.isfinite().all() for p in encoder.parameters())
 
     def test_repeats_by_seed(self, few):
         one, two, other = (trained(few, seed=seed)[0] for seed in (5, 5, 6))
         assert same_weights(one, two) and not same_weights(one, other)
 
-    def test_resumes_to_the_same_end(self, few):
-        whole, _, _ = trained(few, epochs=2)
-        _, _, first = trained(few, epochs=2, until=3)
+    @pytest.mark.parametrize("method", hardneg.METHODS)
+    @pytest.mark.parametrize("recipe", hardneg.RECIPES)
+    def test_resumes_to_the_same_end(self, few, method, recipe, tmp_path):
+        settings = dict(epochs=2, method=method, recipe=recipe, queue_size=100)
+        whole, _, _ = trained(few, **settings)
+        _, _, first = trained(few, until=3, **settings)
+        torch.save(first.state_dict(), tmp_path / "state.pt")
         torch.manual_seed(1)
-        second = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), epochs=2, batch_size=80,
-                                  lr=3e-3, bfloat16=False)
-        second.load_state_dict(first.state_dict())
+        second = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), batch_size=80,
+                                  lr=3e-3, bfloat16=False, **settings)
+        second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         steps = [progress["step"] for progress in second]
         assert steps == [4, 5, 6] and same_weights(whole, second.encoder)
 
@@ -1535,6 +2051,52 @@ class TestTraining:
         assert [round(p["alpha"], 3) for p in seen] == [1.0, 0.464, 0.215, 0.1, 0.1, 0.1]
         shares = [float(p["ess"]) for p in seen]  # the share kept is the effective number of equal weights
         assert shares == pytest.approx([p["alpha"] for p in seen], abs=0.01)
+
+    def test_bank_holds_what_the_encoder_said(self, few, monkeypatch):
+        """After an epoch with momentum 0 and views that change nothing, row i is the embedding of image i as it was."""
+        monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
+        said = {}
+        def bank_step(encoder, images, index, *others, **options):
+            out = step(encoder, images, index, *others, **options)
+            said.update(zip(index.tolist(), out[1]))
+            return out
+        step = hardneg.bank_step
+        monkeypatch.setattr(hardneg, "bank_step", bank_step)
+        _, _, training = trained(few, method="bank", momentum=0.0, epochs=1)
+        close(training.bank.rows, torch.stack([said[i] for i in range(240)]), 1e-6)
+
+    def test_bank_learns(self, few):
+        _, seen, training = trained(few, method="bank", epochs=12)
+        assert training.candidates == 239
+        assert seen[-3]["positive"] > seen[-3]["negative"] + 0.3
+
+    def test_queue_learns_and_its_slow_encoder_follows(self, few):
+        encoder, seen, training = trained(few, method="queue", queue_size=120, momentum=0.5, epochs=10)
+        assert training.candidates == 120 and seen[-3]["positive"] > seen[-3]["negative"] + 0.3
+        last, slow = (torch.cat([p.flatten() for p in e.parameters()]) for e in (encoder, training.key_encoder))
+        first = torch.cat([p.flatten() for p in trained(few, until=1)[0].parameters()])
+        assert 0 < (last - slow).norm() < 0.2 * (last - first).norm()
+        assert all(p.grad is None for p in training.key_encoder.parameters())
+
+    def test_rates_of_the_recipes(self, few):
+        """adamw climbs for a tenth and falls by a cosine; sgd has a tenth of its rate from 80 % on, a hundredth from
+        95 %."""
+        rates = {}
+        for name in hardneg.RECIPES:
+            training = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), recipe=name,
+                                        epochs=100, batch_size=240, lr=1.0)
+            training._step = lambda step, *_, t=training: t.recipe["rate"](step / t.steps, 1 / t.steps)
+            rates[name] = np.array(list(training))
+        assert (np.unique(rates["sgd"].round(6)) == [0.01, 0.1, 1]).all()
+        assert [(rates["sgd"] == rate).sum() for rate in (1, 0.1)] == [80, 15]
+        assert rates["adamw"].argmax() == 9 and rates["adamw"][0] == pytest.approx(0.1, rel=0.01)
+        close(rates["adamw"][10:], (1 + np.cos(np.pi * np.arange(10, 100) / 100)) / 2, 1e-12)
+
+    def test_recipe_sets_what_is_not_given(self, few):
+        training = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), recipe="sgd", lr=0.5)
+        group = training.optimizer.param_groups[0]
+        assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.9, 5e-4)
+        assert (training.epochs, training.batch_size) == (200, 128)
 
     def test_true_positives_are_others_of_the_class(self, few):
         partners = trained(few, until=1, true_positives=True)[2]._partners()
@@ -1555,7 +2117,12 @@ class TestTraining:
             next(iter(training))
 
     @pytest.mark.parametrize("settings, name", [(dict(epochs=0), "epochs"), (dict(batch_size=1), "batch_size"),
-                                                (dict(lr=0), "lr")])
+                                                (dict(lr=0), "lr"), (dict(method="moco"), "method"),
+                                                (dict(recipe="lars"), "recipe"),
+                                                (dict(method="bank", momentum=1.0), "momentum"),
+                                                (dict(method="queue", momentum=1.0), "momentum"),
+                                                (dict(method="queue", queue_size=0), "size"),
+                                                (dict(method="bank", true_positives=True), "true_positives")])
     def test_names_what_is_off(self, few, settings, name):
         with pytest.raises(ValueError, match=name):
             trained(few, **settings)
@@ -1624,6 +2191,39 @@ class TestCommandLine:
         assert "trained encoder" in out and \
             ("log(2B − 1)" in out) == (loss in ("simclr", "debiased", "hcl", "ot", "ppcl"))
 
+    @pytest.mark.parametrize("method", [["--method", "bank", "--loss", "hard-simple", "--top-k", "9"],
+                                        ["--method", "queue", "--recipe", "sgd", "--queue-size", "50"]])
+    def test_other_methods_killed_and_resumed(self, method, tmp_path, small_shapes, monkeypatch, capsys):
+        command = [*method, "--epochs", "2", "--fraction", "0.1", "--batch-size", "40"]
+        train.main([*command, "--out", str(tmp_path / "whole")])
+        said = capsys.readouterr().out
+        assert "log(N + 1) = log(51)" in said if "queue" in method else "top_k goes from 79 to 9" in said
+        step = hardneg.Training._step
+
+        def interrupted(self, number, *arguments):
+            if number == 2:  # the first of the second epoch
+                monkeypatch.undo()
+                raise KeyboardInterrupt
+            return step(self, number, *arguments)
+
+        monkeypatch.setattr(hardneg.Training, "_step", interrupted)
+        quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
+        monkeypatch.setattr(hardneg, "shapes", lambda n, whole=hardneg.shapes, **options: whole(n // 10, **options))
+        train.main([*command, "--out", str(tmp_path / "cut")])
+        assert "resumed after epoch 1 of 2" in capsys.readouterr().out
+        whole, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "cut"))
+        assert all(whole[k] == cut[k] for k in ("linear", "knn", "uniformity", "tolerance", "untrained", "raw"))
+
+    def test_pictures_of_a_finished_run(self, tmp_path, small_shapes, capsys):
+        command = ["--epochs", "1", "--fraction", "0.1", "--batch-size", "40", "--out", str(tmp_path)]
+        train.main(command)
+        assert list(tmp_path.glob("*.png")) == [tmp_path / "curves.png"]
+        train.main([*command, "--pictures", "--resume"])
+        said = capsys.readouterr().out
+        assert "resumed after epoch 1 of 1" in said
+        for name in ("separation", "gradient", "uniformity", "neighbours", "nearest", "weights", "histograms"):
+            assert f"{name}.png" in said and (tmp_path / f"{name}.png").stat().st_size > 10000
+
     def test_killed_and_resumed_it_ends_the_same(self, tmp_path, small_shapes, monkeypatch, capsys):
         command = ["--epochs", "3", "--fraction", "0.1", "--batch-size", "40"]
         train.main([*command, "--out", str(tmp_path / "whole")])
@@ -1660,6 +2260,8 @@ class TestCommandLine:
         (["--fraction", "2"], "fraction is 2"), (["--epochs", "0"], "epochs is 0"),
         (["--data", "no/such/folder"], "data is no/such/folder"), (["--batch-size", "1"], "batch_size is 1"),
         (["--resume", "--out", "no/such/run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
+        (["--top-k", "0"], "top_k is 0"), (["--method", "bank", "--momentum", "1"], "momentum is 1"),
+        (["--method", "bank", "--true-positives"], "true_positives is True"),
         (["--device", "abacus"], "abacus"), (["--out", "train.py/run"], "train.py/run")])
     def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
         assert complaint in quit_with(arguments, capsys)

@@ -9,7 +9,9 @@ import math
 import os
 import pickle
 import platform
+import re
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -57,6 +59,7 @@ def arguments(argv=None):
     group = parser.add_argument_group("hard and hard-simple [4]")
     group.add_argument("--alpha", type=float, default=0.1, metavar="A",
                        help="share of nearest negatives kept, in (0, 1]")
+    group.add_argument("--top-k", type=int, metavar="K", help="number of nearest negatives kept, instead of a share")
     group.add_argument("--lead-in", action=flag, default=True,
                        help="bring the share down from 1 to alpha over the first half of the run")
 
@@ -73,18 +76,33 @@ def arguments(argv=None):
                             "is square and at most 96")
 
     group = parser.add_argument_group("training")
-    group.add_argument("--method", default="simclr", choices=("simclr",),
-                       help="where the views and candidates come from")
+    group.add_argument("--method", default="simclr", choices=hardneg.METHODS,
+                       help="where the candidates come from: simclr, the batch; bank, a row for every training image "
+                            "[4]; queue, earlier batches as a slow copy of the encoder sees them")
+    group.add_argument("--momentum", type=float, metavar="M",
+                       help="of the bank's rows, None: 0.5; of the queue's slow encoder, None: 0.99; in [0, 1)")
+    group.add_argument("--queue-size", type=int, default=4096, metavar="K", help="embeddings that the queue remembers")
     group.add_argument("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
-    group.add_argument("--epochs", type=int, default=16, metavar="N", help="times that every image is seen")
-    group.add_argument("--batch-size", type=int, default=256, metavar="B", help="images in a batch, at least 2")
-    group.add_argument("--lr", type=float, default=8e-3, metavar="LR", help="highest learning rate, of AdamW")
-    group.add_argument("--weight-decay", type=float, default=1e-4, metavar="W", help="of AdamW")
+    adamw, sgd = (hardneg.RECIPES[name] for name in ("adamw", "sgd"))
+
+    def settings(name):
+        return f"None: the recipe's, {adamw[name]:g} for adamw, {sgd[name]:g} for sgd"
+
+    group.add_argument("--recipe", default="adamw", choices=hardneg.RECIPES,
+                       help="adamw, with a warm-up and a cosine; sgd, with momentum 0.9, a tenth of the rate from 80%% "
+                            "of the run on, a hundredth from 95%%, as in [4]")
+    group.add_argument("--epochs", type=int, metavar="N", help=f"times that every image is seen; {settings('epochs')}")
+    group.add_argument("--batch-size", type=int, metavar="B",
+                       help=f"images in a batch, at least 2; {settings('batch_size')}")
+    group.add_argument("--lr", type=float, metavar="LR", help=f"highest learning rate; {settings('lr')}")
+    group.add_argument("--weight-decay", type=float, metavar="W", help=f"weight decay; {settings('weight_decay')}")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights, the order and the views")
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="D",
                        help="cpu, cuda, …")
     group.add_argument("--out", type=Path, metavar="DIR",
                        help="folder for what comes out; None: runs/DATA-METHOD-LOSS-SEED")
+    group.add_argument("--pictures", action=flag, default=False,
+                       help="draw what the encoder has learned into DIR; with --resume, of a run that is finished")
     group.add_argument("--resume", action=flag,
                        help="go on from the last epoch saved in DIR, or begin anew; None: go on with a run of the same "
                             "options that was stopped")
@@ -109,37 +127,50 @@ def run(args):
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     options = {name: getattr(args, name) for name in ("weights", "objective", "temperature", "tau_plus", "beta",
-                                                      "alpha", "epsilon", "cost", "kappa", "margin")}
+                                                      "alpha", "top_k", "epsilon", "cost", "kappa", "margin")}
     criterion = hardneg.ContrastiveLoss(args.loss, **options)
-    schedules, fixed = {}, {"alpha": "--no-lead-in", "beta": "--no-anneal"}
-    if args.lead_in and criterion.resolved.weights == "top":
-        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
-    if args.anneal and criterion.resolved.weights == "tilted":
-        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
     print(f"reading {args.data} …", flush=True)
     images = hardneg.load(args.data, args.root, args.size, args.fraction).to(device)
     encoder = hardneg.Encoder(args.encoder, size=images.train.shape[-1]).to(device)
     view_options = {"blur": 0.5} if images.train.shape[-1] > 64 else {}  # blurred, small images lose what they show
-    training = hardneg.Training(encoder, images, criterion, args.epochs, args.batch_size, args.lr, args.weight_decay,
-                                schedules, view_options, args.true_positives, seed=args.seed)
+    training = hardneg.Training(encoder, images, criterion, args.method, args.momentum, args.queue_size, args.recipe,
+                                args.epochs, args.batch_size, args.lr, args.weight_decay, {}, view_options,
+                                args.true_positives, seed=args.seed)
+    training.schedules = schedules(args, training)
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
           f"{len(images.classes)} classes, {images.train.shape[-1]} × {images.train.shape[-1]} pixels, on {device}")
     print(criterion)
-    for name, schedule in schedules.items():
-        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; {fixed[name]} keeps it at "
-              f"{getattr(args, name):g}")
+    for name, schedule in training.schedules.items():
+        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; "
+              f"{'--no-anneal' if name == 'beta' else '--no-lead-in'} keeps it at {getattr(args, name):g}")
 
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
         raise ValueError(f"--out: {args.out} cannot be written to")
-    same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root")}
+    same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root", "pictures")}
     state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None}
     if state["before"] is None:
         print("how well the classes can be told by the raw pixels, and by the encoder before it is trained …",
               flush=True)
         state["before"] = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
     learn(args, training, state, same)
-    report(args, state, hardneg.evaluate(encoder, images), len(images.train))
+    trained = hardneg.evaluate(encoder, images)
+    report(args, state, trained, training)
+    if args.pictures:
+        draw_pictures(args, state, trained, training)
+
+
+def schedules(args, training):
+    """{option of the loss: function of the progress}, for what changes over the run."""
+    weights, n = training.criterion.resolved.weights, training.candidates
+    if args.anneal and weights == "tilted":
+        return {"beta": lambda progress: hardneg.annealed_beta(progress, args.beta)}
+    if args.lead_in and weights == "top" and args.top_k:
+        share = min(args.top_k, n) / n
+        return {"top_k": lambda progress: max(args.top_k, round(n * hardneg.lead_in(progress, share)))}
+    if args.lead_in and weights == "top":
+        return {"alpha": lambda progress: hardneg.lead_in(progress, args.alpha)}
+    return {}
 
 
 def restore(args, training, same):
@@ -163,7 +194,7 @@ def restore(args, training, same):
         raise ValueError(f"{path} is of a run with other options: {', '.join(other)}. --no-resume discards it, --out "
                          "names another folder")
     training.load_state_dict(state["training"])
-    print(f"resumed after epoch {training.epoch} of {args.epochs} (--no-resume begins anew)")
+    print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
     return state
 
 
@@ -181,7 +212,7 @@ def learn(args, training, state, same):
     images = 0
     for progress in training:
         images += progress["images"]
-        for name in ("loss", "positive", "negative", "ess", "clamped"):
+        for name in progress.keys() & {"loss", "positive", "negative", "ess", "clamped"}:
             sums.setdefault(name, []).append(progress[name])
         bar.update()
         now = time.perf_counter()
@@ -198,10 +229,10 @@ def learn(args, training, state, same):
 
 def chance_level(training):
     """What the loss of an encoder that tells nothing apart would be, said as a formula."""
-    o, n = training.criterion.resolved, 2 * math.ceil(len(training.images.train) / training.batches) - 2
+    o, n = training.criterion.resolved, training.candidates
     if o.objective not in ("nce", "ppcl") or o.weights == "top":
         return None
-    return f"log(2B − 1) = log({n + 1}) = {math.log(n + 1):.2f}"
+    return f"log({'2B − 1' if training.method == 'simclr' else 'N + 1'}) = log({n + 1}) = {math.log(n + 1):.2f}"
 
 
 def save(path, state):
@@ -210,15 +241,15 @@ def save(path, state):
     os.replace(path.with_suffix(".tmp"), path)
 
 
-def report(args, state, trained, n):
+def report(args, state, trained, training):
     raw, untrained = state["before"]["raw"], state["before"]["untrained"]
     print(f"\n{'':18}{'linear %':>10}{'kNN %':>10}{'uniformity':>12}{'tolerance':>12}")
     for name, row in (("raw pixels", raw), ("untrained encoder", untrained), ("trained encoder", trained)):
         print(f"{name:18}{row['linear']:10.1f}{row['knn']:10.1f}{row['uniformity']:12.2f}{row['tolerance']:12.2f}")
     short = [{k: round(row[k], 2) for k in ("linear", "knn")} for row in (untrained, raw)]
-    results = {"loss": args.loss, "method": args.method, "data": args.data, "seed": args.seed, "epochs": args.epochs,
-               "seconds": round(state["seconds"], 1),
-               "images_per_second": round(n * args.epochs / state["seconds"], 1),
+    results = {"loss": args.loss, "method": args.method, "data": args.data, "seed": args.seed,
+               "epochs": training.epochs, "seconds": round(state["seconds"], 1),
+               "images_per_second": round(len(training.images.train) * training.epochs / state["seconds"], 1),
                **{k: None if math.isnan(v) else round(v, 4) for k, v in trained.items()},
                "untrained": short[0], "raw": short[1],
                "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
@@ -241,6 +272,227 @@ def draw_curves(path, history):
     right.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+# Okabe and Ito's colours: they stay apart for colour-blind eyes
+INK = {"raw": "#e69f00", "untrained": "#999999", "trained": "#0072b2", "same": "#009e73", "other": "#d55e00"}
+LOSS_INK = {"simclr": "#000000", "hcl": "#0072b2", "ot": "#e69f00", "hard": "#d55e00", "simple": "#009e73"}
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 120,
+         "figure.figsize": (8, 4.8), "figure.constrained_layout.use": True}
+
+
+def draw_pictures(args, state, trained, training):
+    """Draw what the encoder has learned, beside what it was before, from at most 2000 test images."""
+    images, device, out = training.images, training.images.test.device, args.out
+    generator = torch.Generator(device).manual_seed(args.seed)
+    some = torch.randperm(len(images.test), generator=generator, device=device)[:2000]
+    test, labels, few = images.test[some], images.test_labels[some], slice(512)  # few: about a batch
+    torch.manual_seed(args.seed)  # as in run: the weights that training began with
+    untrained = hardneg.Encoder(args.encoder, size=test.shape[-1]).to(device)
+    encoders = {"untrained": untrained, "trained": training.encoder}
+    z = {name: hardneg.embed(encoder, test)[1] for name, encoder in encoders.items()}
+    views = [hardneg.view(test[few], generator, **training.view_options) for _ in range(2)]
+    pairs = {name: [hardneg.embed(encoder, x)[1] for x in views] for name, encoder in encoders.items()}
+    preset = {**training.criterion.options, "weights": None, "objective": None, "tau_plus": None}
+    own = " + ".join(filter(None, (args.loss, args.weights, args.objective)))
+    losses = {**{name: {**preset, "loss": name} for name in LOSS_INK}, own: training.criterion.options}
+    drawn = {"separation.png": (draw_separation, pairs), "gradient.png": (draw_gradient, losses, own),
+             "weights.png": (draw_weights, z["trained"][few], losses, own),
+             "neighbours.png": (draw_neighbours, z, labels),
+             "nearest.png": (draw_nearest, test, labels, z["trained"], images.classes)}
+    if 1 < len(labels.unique()) < len(labels):  # there are pairs of one class, and pairs of two
+        rows = {**state["before"], "trained": trained}
+        drawn |= {"uniformity.png": (draw_uniformity, rows, z["trained"], labels),
+                  "histograms.png": (draw_histograms, z, labels)}
+    with plt.rc_context(STYLE):
+        for name, (draw, *given) in drawn.items():
+            draw(out / name, *given)
+    print(f"{', '.join(drawn)} are in {out}/, each with a caption")
+
+
+def save_picture(path, figure, title, caption):
+    """Save with a title above and a caption below the axes, both part of the picture."""
+    title, caption = (re.sub(r"-(?=\d)", "−", " ".join(text.split())).replace(" %", "\N{NO-BREAK SPACE}%")
+                      for text in (title, caption))
+    figure.suptitle(textwrap.fill(title, round(9.5 * figure.get_figwidth())), fontsize=12, fontweight="bold")
+    figure.supxlabel(textwrap.fill(caption, round(14.5 * figure.get_figwidth())), x=0.02, ha="left", fontsize=9,
+                     color="#444444", linespacing=1.4)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_separation(path, pairs):
+    """Cosines of the positives and of the nearest negatives, in their order ([4] Fig. 8)."""
+    figure, axes = plt.subplots(1, 2)
+    ahead, k = {}, min(10, len(pairs["trained"][0]) - 1)
+    for axis, (name, (z, positives)) in zip(axes, pairs.items()):
+        positive, nearest = hardneg.local_separation(z, positives, k)
+        ahead[name] = 100 * float((positive > nearest[:, 0]).float().mean())
+        columns = torch.cat([positive[:, None], nearest], 1).cpu()
+        boxes = axis.boxplot(columns.numpy(), positions=range(k + 1), widths=0.7, whis=(5, 95), showfliers=False,
+                             patch_artist=True, medianprops={"color": "white", "linewidth": 1.5})
+        for box, ink in zip(boxes["boxes"], [INK["same"]] + [INK[name]] * k):
+            box.set(facecolor=ink, edgecolor=ink)
+        axis.set_xticks(range(k + 1), ["same\nimage", *range(1, k + 1)])
+        axis.set(title=f"{name} encoder", xlabel="and the nearest others, in order")
+    axes[0].set_ylabel("cosine")
+    save_picture(path, figure, f"{ahead['trained']:.0f} % of the positives are nearer than every negative "
+                 f"(untrained: {ahead['untrained']:.0f} %)", f"""
+        Two random views of {len(z)} test images: the positive is the other view of an image, the negatives are views of
+        others. Boxes hold the middle half, whiskers 90 %. What counts is how far the green box is above the others,
+        not its height. Medians, trained: {columns[:, 0].median():.2f} and, of the nearest,
+        {columns[:, 1].median():.2f}.""")
+
+
+def rank_axis(axis, **names):
+    """A logarithmic axis of ranks, in plain numbers."""
+    axis.set(xscale="log", **names)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
+
+
+def draw_losses(axis, x, curves, own, **legend):
+    """A line for each loss, that of the run's own thick, below the others."""
+    for name, curve in curves.items():
+        look = {"linewidth": 4, "zorder": 1, "alpha": 0.7} if name == own else {"linewidth": 1.5}
+        axis.plot(x, curve.cpu().numpy(), color=LOSS_INK.get(name, "#cc79a7"), **look,
+                  label=f"{name} (this run)" if name == own else name, marker="o" if (curve > 0).sum() == 1 else "",
+                  markevery=[int(curve.argmax())])
+    axis.legend(**legend)
+
+
+def draw_gradient(path, losses, own, n=500, positive=0.7):
+    """How hard a negative is moved, by its cosine ([4] Fig. 3)."""
+    cosines = torch.linspace(-1, 1, n)
+    # "ot" asks for a batch: here every anchor, and every candidate, has the same cosines, so that none is near to all
+    batch = torch.stack([cosines.roll(k) for k in range(n)])
+    ratios = {name: hardneg.gradient_ratio(batch, torch.full((n,), positive), **options)[0].nan_to_num()
+              for name, options in losses.items()}
+    share = {name: 100 * float(r[-n // 10:].sum() / r.clamp_min(0).sum().clamp_min(1e-9)) for name, r in ratios.items()}
+    figure, axis = plt.subplots()
+    draw_losses(axis, cosines.numpy(), ratios, own, loc="upper left")
+    axis.axvline(positive, color="#999999", linestyle=":", linewidth=1)
+    axis.text(positive, 2e-6, "positive ", ha="right", color="#777777")
+    axis.set(xlabel="cosine of the negative with the anchor", ylabel="force on it, as a share of that on the positive",
+             yscale="log", ylim=(1e-6, 2))
+    pulled = cosines[ratios["hcl"] < 0]
+    pull = f"""hcl begins at {pulled[-1]:.2f}: its gradient also runs through the weights, and pulls what is farther
+               instead of pushing it.""" if len(pulled) else ""
+    save_picture(path, figure, f"{own} spends {share[own]:.0f} % of its force on the nearest tenth "
+                 f"(simclr: {share['simclr']:.0f} %)", f"""
+        {n} negatives with cosines spread evenly over [−1, 1], and a positive at {positive}, for losses with this run's
+        options. The steeper a line, the more the hard negatives count. {pull}""")
+
+
+def draw_weights(path, z, losses, own):
+    """How much the candidates of an anchor count, from the nearest to the farthest ([2] Fig. 4)."""
+    weights = {name: hardneg.weights_by_rank(z, **losses[name])[1].mean(0)
+               for name in dict.fromkeys(("ot", "hcl", "hard", own))}
+    exponential = ((2 * hardneg.neighbours(z)[0]).softmax(1) * (len(z) - 1)).mean(0)
+    figure, axis = plt.subplots()
+    axis.plot(range(1, len(z)), exponential.cpu().numpy(), color="#777777", linestyle="--", label="exp(2 cos)")
+    draw_losses(axis, range(1, len(z)), weights, own)
+    rank_axis(axis, xlabel="rank of the candidate, from the nearest", ylabel="weight, mean over the anchors")
+    save_picture(path, figure, f"{own} gives the nearest candidate the weight {weights[own][0]:.2g}, the farthest "
+                 f"{weights[own][-1]:.2g}", f"""
+        {len(z)} test images, each an anchor with all others as candidates, embedded by the trained encoder. simclr's
+        weights are 1. hcl looks at each anchor alone; ot shares weights out over a batch, so that every candidate
+        counts as much in total; hard drops all but the nearest. exp(2 cos), of mean 1, is hcl at β = 1, t = 0.5.""")
+
+
+def draw_neighbours(path, z, labels):
+    """How many of the anchors have a nearest neighbour of their class, by its rank ([2] Fig. 5)."""
+    n, (_, members) = len(labels), labels.unique(return_counts=True)
+    chance, k = 100 * float((members * (members - 1)).sum()) / (n * (n - 1)), min(10, n - 1)
+    starts = (1.25 ** torch.arange(80)).long().unique()  # a point for 1, 2, 3, 4, 5, 6 and 7, 8 and 9, … neighbours
+    starts = starts[starts < n]
+    figure, axis = plt.subplots()
+    for name, x in z.items():
+        share = 100 * hardneg.same_class_by_rank(x, labels).cpu() / n
+        axis.plot(starts.numpy(), [float(part.mean()) for part in share.tensor_split((starts[1:] - 1).tolist())], "o-",
+                  color=INK[name], label=f"{name} encoder: {share[:k].mean():.0f} % of the nearest {k}")
+    axis.axhline(chance, color="black", linestyle="--", linewidth=1, label=f"chance: {chance:.0f} %")
+    rank_axis(axis, xlabel="rank of the neighbour, from the nearest", ylabel="% of the anchors that are of its class",
+              ylim=(0, None))
+    axis.legend()
+    save_picture(path, figure, f"{share[:k].mean():.0f} % of the {k} nearest neighbours are of the anchor's class "
+                 f"(chance: {chance:.0f} %)", f"""
+        {n} test images, each with all others in the order of their cosines; a point is the mean of the ranks up to the
+        next. High on the left, the encoder has found the classes. But it is also where hard negatives push: what is of
+        the anchor's class there, is a false negative.""")
+
+
+def draw_nearest(path, test, labels, z, classes, rows=8, columns=8):
+    """An image of each class, and the test images that are nearest to it by their embeddings ([2] Fig. 2)."""
+    index = hardneg.neighbours(z, min(columns, len(test) - 1))[1]
+    anchors = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()[:rows]])
+    same = (labels[index] == labels[:, None])[anchors].cpu()
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.73 * len(anchors)))
+    for row, anchor in enumerate(anchors):
+        axis.text(-0.15, row + 0.43, classes[labels[anchor]][:20], ha="right", va="center")
+        axis.text(index.shape[1] + 1.35, row + 0.43, f"{same[row].sum()} of {index.shape[1]}", va="center")
+        for column, k in enumerate([anchor, *index[anchor]]):
+            left = column + 0.3 * (column > 0)
+            axis.imshow(test[k].permute(1, 2, 0).cpu().numpy(), extent=(left, left + 0.86, row + 0.86, row))
+            if column:
+                ink = INK["same" if same[row, column - 1] else "other"]
+                axis.add_patch(plt.Rectangle((left, row), 0.86, 0.86, fill=False, edgecolor=ink, linewidth=3))
+    axis.set(xlim=(-0.1, index.shape[1] + 1.3), ylim=(len(anchors), -0.1))
+    axis.axis("off")
+    save_picture(path, figure, f"{same.sum()} of these {same.numel()} neighbours are of the image's class", f"""
+        Left, a test image of each class; beside it its neighbours, nearest first, among the other {len(test) - 1}, by
+        the cosine of the trained encoder's embeddings. In a green frame, of the same class; in an orange one, of
+        another. What these share with the image is what the encoder goes by.""")
+
+
+def draw_uniformity(path, rows, z, labels):
+    """Uniformity against tolerance of the pixels, of the untrained and of the trained encoder ([4] Eq. 10, 11)."""
+    classes = torch.nn.functional.one_hot(labels).float()
+    noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(z)
+    ideals = {"all at one point": torch.ones_like(z), "scattered at random": noise,
+              "one point for each class": classes - 1 / classes.shape[1]}
+    figure, axis = plt.subplots()
+    for name, x in ideals.items():
+        place = float(hardneg.uniformity(x)), float(hardneg.tolerance(x, labels))
+        axis.plot(*place, "+", color="#777777", markersize=9)
+        axis.annotate(name, place, (0, 9 if place[1] > 0.5 else -19), textcoords="offset points", ha="center",
+                      color="#777777")
+    for name, row in rows.items():
+        place = row["uniformity"], row["tolerance"]
+        axis.plot(*place, "o", color=INK[name], markersize=11)
+        below = {"xytext": (0, -20), "ha": "center"} if name != "trained" else {"xytext": (10, -5)}
+        axis.annotate("raw pixels" if name == "raw" else name, place, textcoords="offset points", color=INK[name],
+                      fontweight="bold", **below)
+    axis.set(xlabel="uniformity (the farther right, the more even)", xlim=(0.6, -4.6), ylim=(-0.25, 1.2),
+             ylabel="tolerance (the higher, the closer a class)")
+    moved = [f"{name} from {rows['untrained'][name]:.2f} to {rows['trained'][name]:.2f}"
+             for name in ("uniformity", "tolerance")]
+    save_picture(path, figure, f"Training took {', '.join(moved)}", """
+        Neither alone is good: nothing is more tolerant than to map all images to one point, and nothing more even than
+        to scatter them at random (marked +, for these test images). Best is the upper right: one point for each class.
+        Smaller temperatures and harder negatives go to the right, at the cost of height.""")
+
+
+def draw_histograms(path, z, labels):
+    """Densities of the cosines of pairs of one class, and of pairs of different classes ([1] App. B)."""
+    figure, axes = plt.subplots(1, 2)
+    overlap, bins = {}, min(200, max(20, len(labels) // 10))
+    for axis, (name, x) in zip(axes, z.items()):
+        edges, same, other = (part.cpu() for part in hardneg.cosine_histograms(x, labels, bins))
+        both = torch.minimum(same, other)
+        overlap[name] = 200 / bins * float(both.sum())
+        axis.stairs(both.numpy(), edges.numpy(), fill=True, color="#dddddd", label="overlap of the two")
+        axis.stairs(same.numpy(), edges.numpy(), color=INK["same"], linewidth=1.5, label="pairs of one class")
+        axis.stairs(other.numpy(), edges.numpy(), color=INK["other"], linewidth=1.5, label="pairs of different classes")
+        axis.set(title=f"{name} encoder: {overlap[name]:.0f} %", xlabel="cosine", xticks=(-1, -0.5, 0, 0.5, 1))
+    axes[0].set_ylabel("density")
+    axes[0].legend(loc="upper left")
+    near, far = (float((part * (edges[1:] + edges[:-1])).sum()) / bins for part in (same, other))
+    save_picture(path, figure, f"One class and different classes overlap by {overlap['trained']:.0f} % "
+                 f"(untrained: {overlap['untrained']:.0f} %)", f"""
+        Cosines of all pairs of {len(labels)} test images. The grey area is 100 % where a cosine says nothing about the
+        class, 0 % where a threshold says all. Trained, the mean is {near:.2f} for pairs of one class, {far:.2f} for
+        others. Pairs of different classes on the right are hard negatives, pairs of one class there are false ones.""")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,109 @@
+"""The README's section on temperature, run again: python benchmarks/temperature.py FOLDER
+
+Table 1 of [4], small: the contrastive, the hard contrastive, the simple and the hard simple loss over temperatures from
+0.07 to 1, against a memory bank. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/; 10 000 of
+them are trained on, 1 000 of each class, the same for all. The simple losses act on cosines and have no temperature.
+A run whose results are there is not run again, and one that was stopped goes on from its last epoch. Out come
+benchmarks/temperature.json, the table of accuracy, uniformity and tolerance, and two plots beside it.
+[4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+HERE = Path(__file__).resolve().parent
+COMMON = ["--method", "bank", "--fraction", "0.2", "--epochs", "20", "--batch-size", "128", "--lr", "0.002"]
+TEMPERATURES = (0.07, 0.2, 0.3, 0.5, 0.7, 1.0)
+LOSSES = {  # loss: (its name in [4], options, whether it has a temperature, colour)
+    "simclr": ("Contrastive", [], True, "tab:blue"),
+    "hard": ("HardContrastive", ["--alpha", "0.08"], True, "tab:orange"),
+    "simple": ("Simple", [], False, "tab:gray"),
+    "hard-simple": ("HardSimple", ["--alpha", "0.08"], False, "tab:green"),
+}
+FIGURES = ("linear", "uniformity", "tolerance")
+RUNS = [(loss, t) for loss, (_, _, hot, _) in LOSSES.items() for t in (TEMPERATURES if hot else (None,))]
+
+
+def run(data, out, loss, temperature, seed, threads):
+    folder = out / f"{loss}-{temperature}-{seed}"
+    if not (folder / "results.json").exists():
+        command = [sys.executable, HERE.parent / "train.py", "--data", data, "--loss", loss, *LOSSES[loss][1], *COMMON,
+                   *(["--temperature", str(temperature)] if temperature else []), "--seed", str(seed), "--out", folder]
+        log = subprocess.run(command, capture_output=True, text=True,
+                             env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+        if log.returncode:
+            raise RuntimeError(f"{loss}, t = {temperature}, seed {seed}: {log.stderr[-500:]}")
+    results = json.loads((folder / "results.json").read_text())
+    results["options"] = {k: v for k, v in results["options"].items() if k not in ("data", "root", "out")}
+    print(f"{loss:12} t = {temperature or '-':4} seed {seed}: {results['linear']:.2f} %", flush=True)
+    return {**results, "data": "CIFAR-10, 10 000 images", "temperature": temperature}
+
+
+def spread(results, loss, temperature, figure):
+    """Mean and standard deviation over the seeds."""
+    values = [r[figure] for r in results if (r["loss"], r["temperature"]) == (loss, temperature)]
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def table(results):
+    """Markdown rows: mean ± standard deviation over the seeds."""
+    lines = ["| loss | t | linear readout % | uniformity | tolerance |", "|---|---|---|---|---|"]
+    for loss, t in RUNS:
+        cells = [f"{mean:.{digits}f} ± {deviation:.{digits}f}" for digits, (mean, deviation) in
+                 zip((1, 2, 2), (spread(results, loss, t, figure) for figure in FIGURES))]
+        lines.append(f"| {LOSSES[loss][0]} (`{loss}`) | {t or ''} | {' | '.join(cells)} |")
+    before = results[0]
+    lines.append(f"| untrained encoder | | {statistics.mean(r['untrained']['linear'] for r in results):.1f} | | |")
+    lines.append(f"| raw pixels | | {before['raw']['linear']:.1f} | | |")
+    return "\n".join(lines)
+
+
+def plot(results, figure, label, path):
+    """One figure over the temperature; a loss without one is a level line."""
+    picture, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for loss, (name, _, hot, colour) in LOSSES.items():
+        points = [spread(results, loss, t, figure) for t in (TEMPERATURES if hot else (None,))]
+        mean, deviation = zip(*points)
+        if hot:
+            axes.errorbar(TEMPERATURES, mean, deviation, marker="o", capsize=3, color=colour, label=name)
+        else:
+            axes.axhline(mean[0], linestyle="--", color=colour, label=f"{name} (no temperature)")
+            axes.axhspan(mean[0] - deviation[0], mean[0] + deviation[0], alpha=0.15, color=colour)
+    seeds = len({r["seed"] for r in results})
+    axes.set(xlabel="temperature", ylabel=label, xticks=TEMPERATURES,
+             title=f"CIFAR-10, 10 000 images, memory bank; mean of {seeds} seeds ± standard deviation")
+    axes.title.set_fontsize(9)
+    axes.legend(fontsize=8)
+    picture.savefig(path, dpi=120)
+    plt.close(picture)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("data", help="CIFAR-10 as a folder of images")
+    parser.add_argument("--out", type=Path, default=Path("runs/temperature"), help="where the runs go")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
+    args = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
+    todo = [(loss, t, seed) for seed in range(args.seeds) for loss, t in RUNS]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = list(pool.map(lambda job: run(args.data, args.out, *job, threads), todo))
+    (HERE / "temperature.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, "linear", "linear readout, %", HERE / "temperature-accuracy.png")
+    plot(results, "uniformity", "uniformity (lower is more even)", HERE / "temperature-uniformity.png")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
