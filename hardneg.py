@@ -407,15 +407,13 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                 log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
                 potential = sinkhorn(log_kernel)[1]
 
-        def rule(rows, anchors, positives, candidates, temperature, potential):
-            cosines = anchors @ candidates.T                                    # (a, N)
-            pos_cosines = torch.einsum("ad,amd->am", anchors, positives)        # (a, M)
+        def rule(rows, pos_cosines, cosines, temperature, potential):
             return _losses(o, pos_cosines, cosines, hidden(rows), shared(rows), temperature, potential, return_stats)
 
         tensors = (anchors, positives, candidates, temperature, potential)
         size = _block_size(anchors, candidates) if block_size is None else block_size
         if size == 0:
-            losses, figures = rule(slice(None), *tensors)
+            losses, figures = rule(slice(None), *_cosines(*tensors[:3]), temperature, potential)
         elif torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in tensors):
             losses, figures = _Blockwise.apply(rule, size, reduction, *tensors)
         else:
@@ -492,9 +490,12 @@ def _roles(views, negatives, own, labels, normalize):
         shared = lambda rows: None if labels is None else hidden(rows) & (samples[rows, None] != samples)
         return z, others, z, hidden, shared
     *given, bank = given
-    nobody = torch.zeros((), dtype=torch.bool, device=device)
-    places = torch.arange(len(bank), device=device)
-    is_own = lambda rows: nobody if own is None else own[rows, None] == places
+
+    def is_own(rows):
+        shape = () if own is None else (len(own[rows]), len(bank))
+        nobody = torch.zeros(shape, dtype=torch.bool, device=device)
+        return nobody if own is None else nobody.scatter_(1, own[rows, None].long(), True)
+
     by_label = lambda rows: labels[:b][rows, None] == labels[b:]
     if labels is None or len(labels) == b:
         return given[0], torch.stack(given[1:], 1), bank, is_own, lambda rows: None
@@ -534,35 +535,58 @@ def _summary(figures):
     return stats
 
 
+def _cosines(anchors, positives, candidates):
+    """Cosines of the anchors (a, D) with their positives (a, M, D) and with all candidates (N, D): (a, M), (a, N)."""
+    return torch.einsum("ad,amd->am", anchors, positives), anchors @ candidates.T
+
+
 def _block_size(anchors, candidates):
-    """As many anchors as keep a block's logits in the cache of a CPU, or a GPU busy, but enough for a quick product."""
+    """As many anchors as keep a block's logits near a CPU, or a GPU busy, but enough of them for a quick product."""
     return max(128, 2**(20 if anchors.device.type == "cpu" else 25) // len(candidates))
 
 
-def _sweep(rule, size, tensors, weight=None, wanted=()):
+def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
     """`rule` in blocks of anchors: losses (A,), figures, and for every tensor wanted Σ_i weight_i ∂ℓ_i/∂tensor.
 
-    The first two tensors have a row for each anchor, the others belong to all. A block's similarities are freed before
-    the next block's come: what stays is the size of the tensors.
+    A block's cosines are one product; autograd runs from them to the losses alone, on a CPU a few rows at a time that
+    stay in its cache, and their gradient takes their place: two more products bring it to the embeddings. What is kept
+    is of the size of the tensors.
     """
-    tensors = [x.detach().requires_grad_(x.is_floating_point() and w) if torch.is_tensor(x) else x
-               for x, w in zip(tensors, wanted or [False] * len(tensors))]
-    gradients = [torch.zeros_like(x) if torch.is_tensor(x) and x.requires_grad else None for x in tensors]
+    anchors, positives, candidates, *scalars = (x.detach() if torch.is_tensor(x) else x for x in tensors)
+    scalars = [x.requires_grad_(w) if torch.is_tensor(x) else x for x, w in zip(scalars, wanted[3:])]
+    into = [torch.zeros_like(x) if w else None for x, w in zip(tensors, wanted)]
+    few = size if anchors.device.type != "cpu" else max(1, min(size, 2**19 // len(candidates)))
     losses, figures = [], []
-    for start in range(0, len(tensors[0]), size):
-        rows = slice(start, start + size)
-        with torch.set_grad_enabled(weight is not None):
-            block = [x[rows] for x in tensors[:2]] + tensors[2:]
-            values, numbers = rule(rows, *block)
-        losses.append(values.detach())
-        figures.append(numbers)
-        if weight is not None and values.requires_grad:  # not where a learned t is all there is, and has no effect
-            into = [k for k, g in enumerate(gradients) if g is not None]
-            parts = torch.autograd.grad(values, [block[k] for k in into], weight[rows], allow_unused=True)
-            for k, part in zip(into, parts):
-                if part is not None:
-                    (gradients[k][rows] if k < 2 else gradients[k]).add_(part)
-    return torch.cat(losses), {name: torch.cat([f[name] for f in figures]) for name in figures[0]}, gradients
+    for start in range(0, len(anchors), size):
+        block = slice(start, start + size)
+        pos, cosines = _cosines(anchors[block], positives[block], candidates)
+        for first in range(0, len(pos), few):
+            rows, inner = slice(start + first, min(start + first + few, start + size)), slice(first, first + few)
+            leaves = [x[inner].detach().requires_grad_(any(wanted[:3])) for x in (pos, cosines)] + scalars
+            with torch.set_grad_enabled(weight is not None):
+                values, numbers = rule(rows, *leaves)
+            losses.append(values.detach())
+            figures.append(numbers)
+            if weight is None:
+                continue
+            parts = [None] * 4
+            if values.requires_grad:  # not where a learned t is all there is, and has no effect
+                asked = [k for k, x in enumerate(leaves) if torch.is_tensor(x) and x.requires_grad]
+                for k, part in zip(asked, torch.autograd.grad(values, [leaves[k] for k in asked], weight[rows],
+                                                              allow_unused=True)):
+                    parts[k] = part
+            for k, x in enumerate((pos[inner], cosines[inner], into[3], into[4])):
+                if k < 2:
+                    x.copy_(parts[k]) if parts[k] is not None else x.zero_()
+                elif parts[k] is not None:
+                    x.add_(parts[k])
+        if wanted[0]:
+            into[0][block] = cosines @ candidates + torch.einsum("am,amd->ad", pos, positives[block])
+        if wanted[1]:
+            into[1][block] = pos[:, :, None] * anchors[block][:, None]
+        if wanted[2]:
+            into[2] += cosines.T @ anchors[block]
+    return torch.cat(losses), {name: torch.cat([f[name] for f in figures]) for name in figures[0]}, into
 
 
 class _Blockwise(torch.autograd.Function):
@@ -1089,7 +1113,7 @@ class MemoryBank(nn.Module):
     @torch.no_grad()
     def push(self, z):
         """First in, first out: embeddings z (B, D) take the places of the oldest B rows."""
-        z = unit(_wide(z))[-len(self.rows):]
+        z = unit(_wide(z))[-len(self.rows):]  # no place twice: which of two rows would stay, is not defined
         self.rows[(self.oldest + torch.arange(len(z), device=z.device)) % len(self.rows)] = z
         self.oldest.copy_((self.oldest + len(z)) % len(self.rows))
 

@@ -1,8 +1,8 @@
 """The README's section on temperature, run again: python benchmarks/temperature.py FOLDER
 
 Table 1 of [4], small: the contrastive, the hard contrastive, the simple and the hard simple loss over temperatures from
-0.07 to 1, against a memory bank. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/; 10 000 of
-them are trained on, 1 000 of each class, the same for all. The simple losses act on cosines and have no temperature.
+0.07 to 1. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/; 10 000 of them are trained on, 1 000
+of each class, the same for all. The simple losses act on cosines and have no temperature.
 A run whose results are there is not run again, and one that was stopped goes on from its last epoch. Out come
 benchmarks/temperature.json, the table of accuracy, uniformity and tolerance, and two plots beside it.
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021
@@ -22,13 +22,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
-COMMON = ["--method", "bank", "--fraction", "0.2", "--epochs", "20", "--batch-size", "128", "--lr", "0.002"]
+COMMON = ["--fraction", "0.2", "--epochs", "12", "--batch-size", "128", "--lr", "0.002"]
 TEMPERATURES = (0.07, 0.2, 0.3, 0.5, 0.7, 1.0)
 LOSSES = {  # loss: (its name in [4], options, whether it has a temperature, colour)
     "simclr": ("Contrastive", [], True, "tab:blue"),
-    "hard": ("HardContrastive", ["--alpha", "0.08"], True, "tab:orange"),
+    "hard": ("HardContrastive", ["--alpha", "0.1"], True, "tab:orange"),
     "simple": ("Simple", [], False, "tab:gray"),
-    "hard-simple": ("HardSimple", ["--alpha", "0.08"], False, "tab:green"),
+    "hard-simple": ("HardSimple", ["--alpha", "0.03"], False, "tab:green"),
 }
 FIGURES = ("linear", "uniformity", "tolerance")
 RUNS = [(loss, t) for loss, (_, _, hot, _) in LOSSES.items() for t in (TEMPERATURES if hot else (None,))]
@@ -81,7 +81,7 @@ def plot(results, figure, label, path):
             axes.axhspan(mean[0] - deviation[0], mean[0] + deviation[0], alpha=0.15, color=colour)
     seeds = len({r["seed"] for r in results})
     axes.set(xlabel="temperature", ylabel=label, xticks=TEMPERATURES,
-             title=f"CIFAR-10, 10 000 images, memory bank; mean of {seeds} seeds ± standard deviation")
+             title=f"CIFAR-10, 10 000 images; mean of {seeds} seeds ± standard deviation")
     axes.title.set_fontsize(9)
     axes.legend(fontsize=8)
     picture.savefig(path, dpi=120)
