@@ -157,7 +157,7 @@ def top(logits, alpha=0.1, top_k=None):
 
 def _nearest(x, hidden, alpha, top_k):
     """Where a row's upper α quantile of x is: indices (A, k), and which of these are not in it but fill the row up."""
-    def kept(n):  # ⌈αn⌉ in whole numbers: in floating point 0.07 · 100 is above 7, and rounds up to 8
+    def kept(n):  # ⌈αn⌉ in whole numbers, as 0.07 · 100 is above 7 in floating point, or the smaller of n and top_k
         return -(-n * int(alpha * 10**9) // 10**9) if top_k is None else n - (n - top_k) * (n > top_k)
 
     n, x = x.shape[-1], x.masked_fill(hidden, -INF)
@@ -168,8 +168,9 @@ def _nearest(x, hidden, alpha, top_k):
     values, index = x.topk(min(k + 1, n), sorted=False)  # one more, to see whether it ties with the last
     last = values.topk(values.shape[-1] - k + 1, largest=False).values
     threshold = last[..., -1:]
-    if k < n and (not _known(last) or (last[..., :1] == threshold).any()):
-        ties = _count(x >= threshold).amax()
+    tied = (last[..., :1] == threshold) & (threshold > -INF)
+    if k < n and (not _known(tied) or tied.any()):
+        ties = (_count(x >= threshold) * tied).amax().clamp_min(k)
         values, index = x.topk(int(ties) if _known(ties) else n, sorted=False)
     return index, (values < threshold) | hidden.gather(-1, index)
 
@@ -492,9 +493,10 @@ def _roles(views, negatives, own, labels, normalize):
     *given, bank = given
 
     def is_own(rows):
-        shape = () if own is None else (len(own[rows]), len(bank))
-        nobody = torch.zeros(shape, dtype=torch.bool, device=device)
-        return nobody if own is None else nobody.scatter_(1, own[rows, None].long(), True)
+        if own is None:
+            return torch.zeros((), dtype=torch.bool, device=device)
+        there = own[rows, None].long()
+        return torch.zeros(len(there), len(bank), dtype=torch.bool, device=device).scatter_(1, there, True)
 
     by_label = lambda rows: labels[:b][rows, None] == labels[b:]
     if labels is None or len(labels) == b:
@@ -572,14 +574,14 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
             parts = [None] * 4
             if values.requires_grad:  # not where a learned t is all there is, and has no effect
                 asked = [k for k, x in enumerate(leaves) if torch.is_tensor(x) and x.requires_grad]
-                for k, part in zip(asked, torch.autograd.grad(values, [leaves[k] for k in asked], weight[rows],
-                                                              allow_unused=True)):
+                found = torch.autograd.grad(values, [leaves[k] for k in asked], weight[rows], allow_unused=True)
+                for k, part in zip(asked, found):
                     parts[k] = part
-            for k, x in enumerate((pos[inner], cosines[inner], into[3], into[4])):
-                if k < 2:
-                    x.copy_(parts[k]) if parts[k] is not None else x.zero_()
-                elif parts[k] is not None:
-                    x.add_(parts[k])
+            for x, part in zip((pos, cosines), parts):  # from here on their gradients
+                x[inner] = 0 if part is None else part
+            for total, part in zip(into[3:], parts[2:]):
+                if part is not None:
+                    total += part
         if wanted[0]:
             into[0][block] = cosines @ candidates + torch.einsum("am,amd->ad", pos, positives[block])
         if wanted[1]:
@@ -676,7 +678,8 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, top_k
     _require(0 <= tau_plus < 1, "tau_plus", tau_plus, "in [0, 1)")
     _require(0 <= beta < INF, "beta", beta, "a number of at least 0")
     _require(0 < alpha <= 1, "alpha", alpha, "in (0, 1]")
-    _require(top_k is None or isinstance(top_k, int) and top_k >= 1, "top_k", top_k, "None, or a number of at least 1")
+    _require(top_k is None or isinstance(top_k, numbers.Integral) and top_k is not True and top_k >= 1, "top_k",
+             repr(top_k), "None, or a whole number of at least 1")
     _require(0 < epsilon < INF, "epsilon", epsilon, "a number above 0")
     _require(cost in ("sqeuclidean", "exp"), "cost", cost, "sqeuclidean or exp")
     _require(-INF < kappa < INF, "kappa", kappa, "a finite number")
@@ -712,16 +715,16 @@ def _check_embeddings(views, negatives, own, labels):
         _require(negatives is not None, "own", "given", "None where there are no negatives")
         _require(own.shape == (b,) and not (own.is_floating_point() or own.dtype == torch.bool), "own",
                  f"of shape {tuple(own.shape)}, {own.dtype}", f"({b},) whole numbers, one for each sample")
-        _require(not _known(own) or bool(((own >= 0) & (own < k)).all()), "own", "an index outside of negatives",
-                 f"in [0, {k})")
     if labels is not None:
         shape = tuple(torch.as_tensor(labels).shape)
         _require(shape in ((b,), (b + k,)), "labels", f"of shape {shape}", f"({b},), one for each sample"
                  + (f", or ({b + k},), also one for each row of negatives" if k else ""))
     given = {f"views[{i}]": x for i, x in enumerate(views)} | ({} if negatives is None else {"negatives": negatives})
-    finite = torch.stack([torch.stack(x.detach().aminmax()).isfinite().all() for x in given.values()])  # copies nothing
+    finite = torch.stack([torch.stack(x.detach().aminmax()).isfinite().all() for x in given.values()]
+                         + ([] if own is None else [((own >= 0) & (own < k)).all().to(views[0].device)]))
     if _known(finite) and not finite.all():
-        name, x = next((name, x) for name, x in given.items() if not x.isfinite().all())
+        name, x = next(((name, x) for name, x in given.items() if not x.isfinite().all()), (None, None))
+        _require(name is not None, "own", "an index outside of negatives", f"in [0, {k})")
         bad = (~x.isfinite()).any(1).sum()
         _require(False, name, f"a tensor with NaN or inf in {bad} of {len(x)} rows", "finite")
 
@@ -1108,13 +1111,13 @@ class MemoryBank(nn.Module):
         z = unit(_wide(z))
         same = (index[:, None] == index).to(z.dtype)
         z = (same @ z) / same.sum(1)[:, None]
-        self.rows[index] = unit(self.momentum * self.rows[index] + (1 - self.momentum) * z)
+        self.rows[index] = unit(self.momentum * self.rows[index] + (1 - self.momentum) * z).to(self.rows.dtype)
 
     @torch.no_grad()
     def push(self, z):
         """First in, first out: embeddings z (B, D) take the places of the oldest B rows."""
         z = unit(_wide(z))[-len(self.rows):]  # no place twice: which of two rows would stay, is not defined
-        self.rows[(self.oldest + torch.arange(len(z), device=z.device)) % len(self.rows)] = z
+        self.rows[(self.oldest + torch.arange(len(z), device=z.device)) % len(self.rows)] = z.to(self.rows.dtype)
         self.oldest.copy_((self.oldest + len(z)) % len(self.rows))
 
 
@@ -1233,8 +1236,9 @@ def neighbours(z, k=None):
 
     z (n, D). A row is never its own neighbour, its duplicates are. k is at most n − 1. Cost: n² cosines.
     """
+    _require(k is None or k >= 1, "k", k, "None, or at least 1")
     z = unit(_wide(z))
-    return tuple((z @ z.T).fill_diagonal_(-INF).topk(min(k or INF, len(z) - 1)))
+    return tuple((z @ z.T).fill_diagonal_(-INF).topk(len(z) - 1 if k is None else min(k, len(z) - 1)))
 
 
 @torch.no_grad()
@@ -1277,8 +1281,8 @@ def cosine_histograms(z, labels, bins=50):
 def weights_by_rank(z, loss="ot", **options):
     """How much the candidates of every row count, the nearest first: cosines (n, n − 1) and weights w (n, n − 1).
 
-    z (n, D): embeddings, each row an anchor, all others its candidates; loss and options as of `contrastive_loss`. For
-    "ot" w is (n − 1) P*(x⁻ | x).
+    z (n, D): embeddings, each row an anchor, all others its candidates; options: the temperature and those of the
+    weights. For "ot" w is (n − 1) P*(x⁻ | x).
     Ref: [2] Fig. 4
     """
     o = ContrastiveLoss(loss, **options).resolved
@@ -1293,9 +1297,9 @@ def gradient_ratio(cosines, positive, loss="simclr", **options):
     """How hard each negative is pushed, as a share of the pull on the positive: r_ij = ∂ℓ_i/∂cos_ij / |∂ℓ_i/∂cos_i⁺|.
 
     cosines (A, N) of candidates, positive (A,); loss and options as of `contrastive_loss` → (A, N). A row adds up to 1,
-    as no loss changes when all cosines of an anchor do by the same, but to 0 where the floor of the debiasing holds.
-    `tilted` weights take a gradient too, and so pull far negatives: r < 0. "ot" couples the anchors given, and for one
-    alone is uniform. NaN where the positive is not pulled, as by an inactive triplet.
+    as no preset's loss changes when all cosines of an anchor do by the same; to 0 where the floor of the debiasing
+    holds. `tilted` weights take a gradient too, and so pull far negatives: r < 0. "ot" couples the anchors given, and
+    for one alone is uniform. NaN where the positive is not pulled, as by an inactive triplet.
     Ref: [4] Eq. 5, 8, Fig. 3
     """
     o = ContrastiveLoss(loss, **options).resolved
@@ -1333,8 +1337,9 @@ def evaluate(encoder, images):
 def simclr_step(encoder, images, criterion, generator, partners=None, view_options=None, **options):
     """Two random views of each image, one pass through the encoder, the loss: SimCLR with any of the losses.
 
-    images (B, 3, H, W) → loss, statistics. partners (B, 3, H, W): images whose views are the positives instead, "true
-    positives" where they are of the same class. options: of the loss, for this step.
+    images (B, 3, H, W) → what the criterion returns: the loss, and with return_stats=True its statistics. partners
+    (B, 3, H, W): images whose views are the positives instead, "true positives" where they are of the same class.
+    options: of the loss, for this step.
     Ref: [6] Algorithm 1; [1] Fig. 2 for partners
     """
     others = images if partners is None else partners
@@ -1345,7 +1350,8 @@ def simclr_step(encoder, images, criterion, generator, partners=None, view_optio
 def bank_step(encoder, images, index, bank, criterion, generator, view_options=None, **options):
     """One random view of each image; its row of the bank is the positive, all other rows are the candidates.
 
-    images (B, 3, H, W), index (B,) their rows → loss, and the embeddings z (B, D) for bank.update(index, z).
+    images (B, 3, H, W), index (B,) their rows → what the criterion returns, and the embeddings z (B, D) for
+    bank.update(index, z).
     Ref: [4] Eq. 1 with g from the memory bank
     """
     z = unit(_wide(_embed_views(encoder, view(images, generator, **view_options or {}))))
@@ -1356,7 +1362,7 @@ def queue_step(encoder, key_encoder, images, queue, criterion, generator, view_o
     """Two random views, one for the encoder and one for its slow follower; candidates are the follower's embeddings of
     earlier batches.
 
-    images (B, 3, H, W) → loss, and the keys (B, D) for queue.push(keys).
+    images (B, 3, H, W) → what the criterion returns, and the keys (B, D) for queue.push(keys).
     Ref: [8] Algorithm 1. The follower is in eval mode: with batch statistics it could tell keys of this batch by them
     """
     queries, keys = (view(images, generator, **view_options or {}) for _ in range(2))
@@ -1393,7 +1399,8 @@ class Training:
     criterion        a ContrastiveLoss
     method           "simclr", "bank" or "queue": the step, and where its candidates come from
     momentum         of the bank's rows (None: 0.5), of the queue's slow encoder (None: 0.99)
-    queue_size       embeddings that the queue remembers
+    queue_size       embeddings that the queue remembers, fewer than there are images: an older view of the anchor's own
+                     image among them is a false negative
     recipe           a row of RECIPES: the optimizer, how its rate goes, and what the next four are where they are None
     epochs, batch_size   every epoch goes through all images once, in batches of nearly one size, at most batch_size
     lr, weight_decay     the highest learning rate, and weight decay
@@ -1435,11 +1442,13 @@ class Training:
         if method == "bank":
             self.bank = MemoryBank(n, encoder.dim, 0.5 if momentum is None else momentum, self.generator)
         if method == "queue":
+            _require(isinstance(queue_size, int) and queue_size >= 1, "queue_size", queue_size,
+                     "a whole number of at least 1")
             self.bank = MemoryBank(queue_size, encoder.dim, 0, self.generator)
             self.key_encoder, self.momentum = copy.deepcopy(encoder), 0.99 if momentum is None else momentum
             _require(0 <= self.momentum < 1, "momentum", momentum, "in [0, 1)")
-        self.optimizer = self.recipe["optimizer"]([*encoder.parameters(), *criterion.parameters()], lr,
-                                                  self.recipe["weight_decay"])
+        parameters = [{"params": encoder.parameters()}, {"params": criterion.parameters(), "weight_decay": 0}]
+        self.optimizer = self.recipe["optimizer"](parameters, lr, self.recipe["weight_decay"])
 
     @property
     def steps(self):
@@ -1469,9 +1478,11 @@ class Training:
                 yield progress
 
     def _first_rows(self):
-        k = len(self.bank.rows)
-        some = torch.arange(k, device=self.images.train.device) % len(self.images.train)
-        return embed(self.encoder, self.images.train[some] if self.method == "queue" else self.images.train)[1]
+        images, k = self.images.train, len(self.bank.rows)
+        if self.method == "bank":
+            return embed(self.encoder, images)[1]
+        some = torch.randperm(len(images), generator=self.generator, device=images.device)[:k]
+        return embed(self.encoder, images[some])[1][torch.arange(k, device=images.device) % len(some)]
 
     def _step(self, step, index, partners):
         progress = step / self.steps
@@ -1492,7 +1503,8 @@ class Training:
                     loss, z = queue_step(network, self.key_encoder, images, self.bank, self.criterion, self.generator,
                                          **options)
             loss, stats = loss if wanted else (loss, {})
-            _require(bool(loss.isfinite()), "the loss", float(loss.detach()), "finite")
+            if not loss.isfinite():
+                raise ValueError(f"the loss is {float(loss.detach())}")
         except ValueError as error:
             raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. "
                                      f"Is lr ({self.recipe['lr']:g}) too high?") from error

@@ -870,12 +870,12 @@ def cosine_histograms(z, labels, bins=50):
             place = min(int((_product(z[i], z[j]) + 1) / 2 * bins), bins - 1)  # the last bin holds 1 itself
             counts[0 if labels[i] == labels[j] else 1][place] += 1
     return (np.linspace(-1, 1, bins + 1),
-            *(np.array([c / sum(row) * bins / 2 for c in row]) for row in counts))
+            *(np.array([c / sum(row) * bins / 2 if sum(row) else np.nan for c in row]) for row in counts))
 
 
 def bank_update(rows, index, z, momentum):
     """row_i ← (m row_i + (1 − m) z̄_i) / ‖·‖, z̄_i the mean of the embeddings that came for row i.  Ref: [4] 5.1"""
-    rows, z = _lists(rows), _lists(z)
+    rows, z = _lists(rows), _lists(unit(z))
     out = [list(row) for row in rows]
     for i in range(len(rows)):
         mine = [z[b] for b in range(len(index)) if index[b] == i]

@@ -1048,7 +1048,7 @@ class TestEdges:
         *[("tau_plus", {"tau_plus": tau}) for tau in (-0.1, 1.0, 2, math.nan)],
         *[("beta", {"beta": beta}) for beta in (-1, INF, math.nan)],
         *[("alpha", {"alpha": alpha}) for alpha in (0, -0.1, 1.1, math.nan)],
-        *[("top_k", {"top_k": top_k}) for top_k in (0, -1, 0.5)],
+        *[("top_k", {"top_k": top_k}) for top_k in (0, -1, 0.5, 3.0, True)],
         *[("epsilon", {"epsilon": epsilon}) for epsilon in (0, -1, INF, math.nan)],
         ("cost", {"cost": "cosine"}), ("kappa", {"kappa": math.nan}), ("kappa", {"kappa": INF}),
         *[("margin", {"margin": margin}) for margin in (-0.1, INF, math.nan)],
@@ -1757,7 +1757,7 @@ class TestMemoryBank:
         bank = hardneg.MemoryBank(n, d, momentum, torch.Generator().manual_seed(seed % 100)).double()
         rows = numpy(bank.rows).copy()
         bank.update(torch.tensor(index), torch.tensor(z))
-        close(bank.rows, oracle.bank_update(rows, index, oracle.unit(z), momentum), 1e-6)
+        close(bank.rows, oracle.bank_update(rows, index, z, momentum), 1e-6)
         assert not bank.rows.requires_grad
 
     def test_rows_are_unit_and_repeat_by_generator(self):
@@ -1766,6 +1766,13 @@ class TestMemoryBank:
         close(one.rows.norm(dim=1), np.ones(50), 1e-6)
         one.update(torch.tensor([3]), torch.zeros(1, 8))  # an embedding that is zero changes nothing
         close(one.rows, two.rows, 1e-6)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+    def test_embeddings_of_any_dtype(self, dtype):
+        bank = hardneg.MemoryBank(4, 3, 0)
+        bank.update(torch.tensor([1]), torch.eye(3, dtype=dtype)[:1])
+        bank.push(torch.eye(3, dtype=dtype)[2:])
+        assert bank.rows[1].tolist() == [1, 0, 0] and bank.rows[0].tolist() == [0, 0, 1]
 
     def test_momentum_0_keeps_the_last(self):
         bank, z = hardneg.MemoryBank(4, 2, 0), torch.tensor([[0., 2.]])
@@ -2128,7 +2135,7 @@ class TestTraining:
                                                 (dict(recipe="lars"), "recipe"),
                                                 (dict(method="bank", momentum=1.0), "momentum"),
                                                 (dict(method="queue", momentum=1.0), "momentum"),
-                                                (dict(method="queue", queue_size=0), "size"),
+                                                (dict(method="queue", queue_size=0), "queue_size"),
                                                 (dict(method="bank", true_positives=True), "true_positives")])
     def test_names_what_is_off(self, few, settings, name):
         with pytest.raises(ValueError, match=name):
@@ -2266,12 +2273,13 @@ class TestCommandLine:
         (["--alpha", "0"], "alpha is 0"), (["--temperature", "-1"], "temperature is -1"),
         (["--fraction", "2"], "fraction is 2"), (["--epochs", "0"], "epochs is 0"),
         (["--data", "no/such/folder"], "data is no/such/folder"), (["--batch-size", "1"], "batch_size is 1"),
-        (["--resume", "--out", "no/such/run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
+        (["--resume", "--out", "no-such-run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
         (["--top-k", "0"], "top_k is 0"), (["--method", "bank", "--momentum", "1"], "momentum is 1"),
         (["--method", "bank", "--true-positives"], "true_positives is True"),
         (["--device", "abacus"], "abacus"), (["--out", "train.py/run"], "train.py/run")])
     def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
         assert complaint in quit_with(arguments, capsys)
+        assert not (HERE / "no-such-run").exists()
 
     def test_folder_of_one_image_and_empty_folder(self, tmp_path, capsys):
         assert str(tmp_path) in quit_with(["--data", str(tmp_path)], capsys)
@@ -2314,12 +2322,19 @@ class TestReadme:
         assert [code.strip() for code in blocks("sh")][:2] == [setup + "train.py", setup + "-m pytest -q"]
         assert ".venv/bin/python -m pytest -q" in (HERE / ".ci" / "run").read_text()
 
-    def test_table_is_of_the_recorded_runs(self):
-        results = json.loads((HERE / "benchmarks" / "cifar10.json").read_text())
-        sys.path.insert(0, str(HERE / "benchmarks"))
+    def test_tables_are_of_the_recorded_runs(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
         import cifar10
+        import temperature
+        results = json.loads((HERE / "benchmarks" / "cifar10.json").read_text())
         assert cifar10.table(results) in README
         assert {(r["loss"], r["seed"]) for r in results} == {(m, s) for m in cifar10.METHODS for s in (0, 1, 2)}
+        results = json.loads((HERE / "benchmarks" / "temperature.json").read_text())
+        assert temperature.table(results) in README
+        assert {(r["loss"], r["temperature"], r["seed"]) for r in results} == \
+            {(*run, seed) for run in temperature.RUNS for seed in (0, 1, 2)}
+        for picture in re.findall(r"\]\((benchmarks/.*?)\)", README):
+            assert (HERE / picture).stat().st_size > 5000
 
     def test_every_public_name_is_documented(self):
         public = [x for name, x in vars(hardneg).items()

@@ -81,7 +81,8 @@ def arguments(argv=None):
                             "[4]; queue, earlier batches as a slow copy of the encoder sees them")
     group.add_argument("--momentum", type=float, metavar="M",
                        help="of the bank's rows, None: 0.5; of the queue's slow encoder, None: 0.99; in [0, 1)")
-    group.add_argument("--queue-size", type=int, default=4096, metavar="K", help="embeddings that the queue remembers")
+    group.add_argument("--queue-size", type=int, default=4096, metavar="K",
+                       help="embeddings that the queue remembers, fewer than there are images")
     group.add_argument("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     adamw, sgd = (hardneg.RECIPES[name] for name in ("adamw", "sgd"))
 
@@ -144,11 +145,11 @@ def run(args):
         print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; "
               f"{'--no-anneal' if name == 'beta' else '--no-lead-in'} keeps it at {getattr(args, name):g}")
 
+    same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root", "pictures")}
+    state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None}
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
         raise ValueError(f"--out: {args.out} cannot be written to")
-    same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root", "pictures")}
-    state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None}
     if state["before"] is None:
         print("how well the classes can be told by the raw pixels, and by the encoder before it is trained …",
               flush=True)

@@ -1,8 +1,8 @@
 """The README's section on temperature, run again: python benchmarks/temperature.py FOLDER
 
-Table 1 of [4], small: the contrastive, the hard contrastive, the simple and the hard simple loss over temperatures from
-0.07 to 1. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/; 10 000 of them are trained on, 1 000
-of each class, the same for all. The simple losses act on cosines and have no temperature.
+Table 1 of [4], small: the contrastive, the hard contrastive, the simple and the hard simple loss over temperatures
+from 0.07 to 1. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/; 10 000 of them are trained on,
+1 000 of each class, the same for all. The simple losses act on cosines and have no temperature.
 A run whose results are there is not run again, and one that was stopped goes on from its last epoch. Out come
 benchmarks/temperature.json, the table of accuracy, uniformity and tolerance, and two plots beside it.
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021
@@ -22,6 +22,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import train  # noqa: E402
 COMMON = ["--fraction", "0.2", "--epochs", "12", "--batch-size", "128", "--lr", "0.002"]
 TEMPERATURES = (0.07, 0.2, 0.3, 0.5, 0.7, 1.0)
 LOSSES = {  # loss: (its name in [4], options, whether it has a temperature, colour)
@@ -36,14 +38,17 @@ RUNS = [(loss, t) for loss, (_, _, hot, _) in LOSSES.items() for t in (TEMPERATU
 
 def run(data, out, loss, temperature, seed, threads):
     folder = out / f"{loss}-{temperature}-{seed}"
+    options = ["--data", data, "--loss", loss, *LOSSES[loss][1], *COMMON, "--seed", str(seed), "--out", str(folder),
+               *(["--temperature", str(temperature)] if temperature else [])]
     if not (folder / "results.json").exists():
-        command = [sys.executable, HERE.parent / "train.py", "--data", data, "--loss", loss, *LOSSES[loss][1], *COMMON,
-                   *(["--temperature", str(temperature)] if temperature else []), "--seed", str(seed), "--out", folder]
-        log = subprocess.run(command, capture_output=True, text=True,
+        log = subprocess.run([sys.executable, HERE.parent / "train.py", *options], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": str(threads)})
         if log.returncode:
             raise RuntimeError(f"{loss}, t = {temperature}, seed {seed}: {log.stderr[-500:]}")
     results = json.loads((folder / "results.json").read_text())
+    wanted = json.loads(json.dumps(vars(train.arguments(options)), default=str))
+    if any(results["options"][k] != v for k, v in wanted.items() if k not in ("data", "out", "device")):
+        raise RuntimeError(f"{folder} holds a run of other options: remove it, or name another --out")
     results["options"] = {k: v for k, v in results["options"].items() if k not in ("data", "root", "out")}
     print(f"{loss:12} t = {temperature or '-':4} seed {seed}: {results['linear']:.2f} %", flush=True)
     return {**results, "data": "CIFAR-10, 10 000 images", "temperature": temperature}
