@@ -557,7 +557,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
     anchors, positives, candidates, *scalars = (x.detach() if torch.is_tensor(x) else x for x in tensors)
     scalars = [x.requires_grad_(w) if torch.is_tensor(x) else x for x, w in zip(scalars, wanted[3:])]
     into = [torch.zeros_like(x) if w else None for x, w in zip(tensors, wanted)]
-    few = size if anchors.device.type != "cpu" else max(1, min(size, 2**19 // len(candidates)))
+    few = size if anchors.device.type != "cpu" else max(1, min(size, 2**20 // len(candidates)))
     losses, figures = [], []
     for start in range(0, len(anchors), size):
         block = slice(start, start + size)
