@@ -194,6 +194,15 @@ class TestOracle:
     def test_top_by_count(self, seed, loss, b, k, top_k, block_size):
         agree(normal(seed, 2 * b + k, 3), 2, k, loss=loss, top_k=top_k, block_size=block_size)
 
+    @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.8])
+    @pytest.mark.parametrize("block_size", [0, 1, None])
+    def test_the_share_is_of_ones_own_candidates(self, alpha, block_size):
+        """Labels leave some anchors fewer candidates than others: 4 or 6 of 10, and a share of those stays."""
+        labels = [0, 0, 0, 1, 1]
+        agree(normal(5, 10, 3), 2, loss="hard", alpha=alpha, labels=labels, block_size=block_size)
+        logits = masked_logits(6, 5, 9, share=0.5)
+        close(hardneg.top(torch.tensor(logits), alpha), oracle.top(logits, alpha), 0)
+
     @pytest.mark.parametrize("loss", ["hard", "hard-simple"])
     @pytest.mark.parametrize("block_size", [0, 1, None])
     def test_ties_of_the_threshold_stay(self, loss, block_size):
@@ -2084,8 +2093,8 @@ class TestTraining:
         assert seen[-3]["positive"] > seen[-3]["negative"] + 0.3
 
     def test_queue_learns_and_its_slow_encoder_follows(self, few):
-        encoder, seen, training = trained(few, method="queue", queue_size=120, momentum=0.5, epochs=10)
-        assert training.candidates == 120
+        encoder, seen, training = trained(few, method="queue", queue_size=130, momentum=0.5, epochs=10)
+        assert training.candidates == 130 and training.bank.oldest == 10 * 240 % 130
         assert seen[0]["positive"] < seen[0]["negative"] + 0.02 and seen[-3]["positive"] > seen[-3]["negative"] + 0.1
         last, slow = (torch.cat([p.flatten() for p in e.parameters()]) for e in (encoder, training.key_encoder))
         first = torch.cat([p.flatten() for p in trained(few, until=1)[0].parameters()])
