@@ -4,7 +4,7 @@ An encoder learns without labels when two views of a sample are pulled together 
 pushed away. Which negatives count, and how much, decides how good the encoder gets. Every method here answers the same
 three questions, and the file is those questions in order:
 
-    1. Who could be a negative?         candidates: the other samples of the batch, or the rows of a memory bank
+    1. Who could be a negative?         candidates: the other samples of the batch, or the rows of a bank or a queue
     2. How much does each one count?    weights:    log w_ij = log q(x_j | x_i) / p(x_j), 0 for uniform negatives
     3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl
 
@@ -16,7 +16,7 @@ Symbols
     B, V, D     samples, views of each, dimensions of an embedding
     A           anchors: every view of every sample, V·B (with a memory bank the first views alone, B)
     M           positives of an anchor: the other views of its sample, V − 1
-    N           candidates of an anchor: (B − 1)·V in a batch, K with a memory bank
+    N           candidates of an anchor: (B − 1)·V in a batch, K with K rows of `negatives`, K − 1 if one is its own
     z           embedding, a unit row                          f(x) in [1, 2, 4], v in [3]; [1] scales it by 1/t
     t           temperature, divides cosines                   t in [1, 2], τ in [3, 4]
     s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t; −∞ where j is no negative of i
@@ -90,7 +90,7 @@ def _logsumexp(x, dim=-1):
     """log Σ_j e^{x_j}; where all of a row is −∞, the lowest finite number, with gradient zero instead of NaN."""
     info = torch.finfo(x.dtype)
     largest = x.detach().amax(dim, keepdim=True).clamp_min(info.min)
-    # numerics: what is below e⁻⁸⁶ of the largest term is nothing to the sum, but exp is ten times slower there
+    # numerics: below that share of the largest term (float32: e⁻⁸⁶) a term is nothing, but exp ten times slower
     return (x - largest).clamp_min(math.log(info.tiny) + 1).exp().sum(dim).log() + largest.squeeze(dim)
 
 
@@ -448,7 +448,7 @@ def _losses(o, pos_cosines, cosines, hidden, shared, temperature, potential=None
     o = SimpleNamespace(**{**vars(o), "temperature": temperature, "potential": potential, "log_w_pos": None})
     # 2. How much does each one count?
     with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
-        log_w = uniform(neg) if o.weights == "top" else _apply(WEIGHTS[o.weights], o, neg)
+        log_w = uniform(neg) if o.weights == "top" else _apply(WEIGHTS[o.weights], o, neg)  # top: those left
         if o.tau_plus > 0:  # the positives by the same rule, but they are outside the coupling and have no potential
             o.potential = 0.0
             o.log_w_pos = _apply(WEIGHTS[o.weights], o, pos)
