@@ -4,7 +4,8 @@ An encoder learns without labels when two views of a sample are pulled together 
 pushed away. Which negatives count, and how much, decides how good the encoder gets. Every method here answers the same
 three questions, and the file is those questions in order:
 
-    1. Who could be a negative?         candidates: the other samples of the batch, or the rows of a bank or a queue
+    1. Who could be a negative?         candidates: the other samples of the batch, real or generated, or the rows of a
+                                                    bank or a queue
     2. How much does each one count?    weights:    log w_ij = log q(x_j | x_i) / p(x_j), 0 for uniform negatives
     3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl
 
@@ -30,7 +31,7 @@ Symbols
 
 Sections
     1 Similarities   2 Weights      3 Objectives   4 The loss   5 Views
-    6 Images         7 Encoders     8 Evaluation   9 Training
+    6 Images         7 Encoders     8 Generators   9 Evaluation   10 Training
 
 Everything stays in the log domain: at β = 1 and t = 0.02 e^{(1+β)/t} is too large for float32, its logarithm never is.
 
@@ -49,6 +50,9 @@ References
         arXiv:1805.01978
     [8] He, Fan, Wu, Xie, Girshick. Momentum Contrast for Unsupervised Visual Representation Learning. CVPR 2020.
         arXiv:1911.05722
+    [9] Brock, Donahue, Simonyan. Large Scale GAN Training for High Fidelity Natural Image Synthesis. ICLR 2019.
+        arXiv:1809.11096
+   [10] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples. NeurIPS 2020. arXiv:2010.12050
 """
 import copy
 import functools
@@ -62,6 +66,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.nn.utils.parametrize import is_parametrized
 
 INF = math.inf
 
@@ -726,7 +732,11 @@ def _check_embeddings(views, negatives, own, labels):
         name, x = next(((name, x) for name, x in given.items() if not x.isfinite().all()), (None, None))
         _require(name is not None, "own", "an index outside of negatives", f"in [0, {k})")
         bad = (~x.isfinite()).any(1).sum()
-        _require(False, name, f"a tensor with NaN or inf in {bad} of {len(x)} rows", "finite")
+        raise _NotFinite(f"{name} is a tensor with NaN or inf in {bad} of {len(x)} rows; it must be finite")
+
+
+class _NotFinite(ValueError):
+    """Of embeddings, so that a training loop knows it from other errors."""
 
 
 def _require(fine, name, got, allowed):
@@ -792,7 +802,7 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     Ref: [6] App. A; [3] 3.1 for the gradient
     """
     b, _, height, width = images.shape
-    x = images / 255 if images.dtype == torch.uint8 else images
+    x = _floats(images)
     u = torch.rand(b, 13, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype).unbind(1)
 
     def between(low, high, r):
@@ -821,6 +831,11 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     if blur > 0:
         x = _blur(x, between(*sigma, u[11]), u[12] < blur)
     return x.clamp(0, 1)
+
+
+def _floats(images):
+    """Images in [0, 1]."""
+    return images / 255 if images.dtype == torch.uint8 else images
 
 
 def _blur(x, sigma, chosen):
@@ -912,8 +927,8 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
                one folder of images per class, either directly (every fifth image of a class is then kept for the test)
                or in train/ and test/ (or val/)
     root       where torchvision's sets are, or are downloaded to
-    size       side of the square that a folder's images are resized and cropped to; None: the first one decides, its
-               own (even) side if it is square and at most 96, else 32, 64 or 96
+    size       side of the square that images are resized (and a folder's cropped) to; None: their own, for a folder
+               that of the first one (the next even number) if it is square and at most 96, else 32, 64 or 96
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
     An image file that cannot be read is named in a warning and left out; hidden folders are not looked at.
     """
@@ -921,11 +936,13 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
     if data not in ("shapes", *TORCHVISION):
         return _from_folder(Path(data), size, fraction, seed)
     if data == "shapes":
-        images = Images(*shapes(8000, seed=seed), *shapes(2000, seed=seed + 10**6), list(OUTLINES))
+        images = Images(*shapes(8000, seed=seed, size=size or 32), *shapes(2000, seed=seed + 10**6, size=size or 32),
+                        list(OUTLINES))
     else:
         images = _from_torchvision(data, root)
     keep = _spread(images.train_labels, fraction, seed)
-    return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
+    images = images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
+    return images._replace(train=_resized(images.train, size), test=_resized(images.test, size))
 
 
 TORCHVISION = {  # name: (class in torchvision.datasets, arguments of the training set, of the test set)
@@ -935,6 +952,14 @@ TORCHVISION = {  # name: (class in torchvision.datasets, arguments of the traini
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
+
+
+def _resized(images, size):
+    """uint8 images (n, 3, H, H) at another size, a few at a time."""
+    if size in (None, images.shape[-1]):
+        return images
+    parts = [F.interpolate(x.float(), (size, size), mode="bicubic", antialias=True) for x in images.split(1000)]
+    return torch.cat([x.round().clamp(0, 255).to(torch.uint8) for x in parts])
 
 
 def _spread(labels, fraction, seed):
@@ -1132,7 +1157,208 @@ def follow(follower, leader, momentum):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 8. Evaluation: what has been learned, by numbers; nothing here changes the encoder
+# 8. Generators: hard samples that are made instead of found, by a game against the encoder
+# ---------------------------------------------------------------------------------------------------------------------
+
+class _Residual(nn.Module):
+    """x → residual(x) + shortcut(x)."""
+
+    def __init__(self, residual, shortcut):
+        super().__init__()
+        self.residual, self.shortcut = residual, shortcut
+
+    def forward(self, x):
+        return self.residual(x) + self.shortcut(x)
+
+
+def _conv(before, after, kernel=3):
+    return spectral_norm(nn.Conv2d(before, after, kernel, padding=kernel // 2))
+
+
+def _up(before, after):
+    """A block that doubles the side: [9] Fig. 15(b), without class labels."""
+    residual = nn.Sequential(nn.BatchNorm2d(before), nn.ReLU(), nn.Upsample(scale_factor=2), _conv(before, after),
+                             nn.BatchNorm2d(after), nn.ReLU(), _conv(after, after))
+    return _Residual(residual, nn.Sequential(_conv(before, after, 1), nn.Upsample(scale_factor=2)))
+
+
+def _down(before, after, first):
+    """A block that halves the side: [9] Fig. 15(c). The first, which sees the image, has no ReLU before it."""
+    residual = nn.Sequential(*[nn.ReLU()] * (not first), _conv(before, after), nn.ReLU(), _conv(after, after), nn.AvgPool2d(2))
+    return _Residual(residual, nn.Sequential(nn.AvgPool2d(2), _conv(before, after, 1)))
+
+
+def _widths(size, width):
+    """Channels at the sides size, size / 2, …, 4: doubled with each halving, up to four times the width."""
+    _require(size >= 8 and size & (size - 1) == 0, "size", size, "a power of two of at least 8, such as 32 or 64")
+    _require(width >= 1, "width", width, "at least 1")
+    return [width * min(2**k, 4) for k in range(size.bit_length() - 2)]
+
+
+class Generator(nn.Module):
+    """G: latents (B, latent), drawn from N(0, I) → images (B, 3, size, size) in [0, 1], float32.
+
+    size: a power of two of at least 8; width: channels at full size, 16 for a CPU, 64 for a GPU; latent: dimensions of
+    a latent. Residual blocks that double the side, from 4 × 4 on, every weight spectrally normalised.
+    Ref: [9] Fig. 15, unconditional, with neither attention nor a share of the latent for every block; [3] 4
+    """
+
+    def __init__(self, size=32, width=16, latent=64):
+        super().__init__()
+        _require(latent >= 1, "latent", latent, "at least 1")
+        self.latent, widths = latent, _widths(size, width)[::-1]
+        self.first = spectral_norm(nn.Linear(latent, 16 * widths[0]))
+        blocks = [_up(before, after) for before, after in zip(widths, widths[1:])]
+        self.blocks = nn.Sequential(*blocks, nn.BatchNorm2d(width), nn.ReLU(), _conv(width, 3))
+
+    def forward(self, z):
+        """Latents (B, latent) → images (B, 3, size, size) in [0, 1]."""
+        x = self.first(z).view(len(z), -1, 4, 4).contiguous(memory_format=torch.channels_last)
+        return torch.sigmoid(_wide(self.blocks(x)))
+
+
+class Discriminator(nn.Module):
+    """D: images (B, 3, size, size) in [0, 1] → scores (B,), float32, the higher, the more real they look.
+
+    size and width as of `Generator`: residual blocks that halve the side down to 4 × 4, every weight spectrally
+    normalised.
+    Ref: [9] Fig. 15
+    """
+
+    def __init__(self, size=32, width=16):
+        super().__init__()
+        widths = [3, *_widths(size, width)]
+        blocks = [_down(before, after, not k) for k, (before, after) in enumerate(zip(widths, widths[1:-1]))]
+        last = nn.Sequential(nn.ReLU(), _conv(widths[-2], widths[-1]), nn.ReLU(), _conv(widths[-1], widths[-1]))
+        self.blocks = nn.Sequential(*blocks, _Residual(last, _conv(widths[-2], widths[-1], 1)), nn.ReLU())
+        self.last = spectral_norm(nn.Linear(widths[-1], 1))
+
+    def forward(self, images):
+        """Images (B, 3, size, size) in [0, 1] → scores (B,)."""
+        x = self.blocks((2 * images - 1).contiguous(memory_format=torch.channels_last))
+        with torch.autocast(x.device.type, enabled=False):
+            return self.last(_wide(x).sum((2, 3)))[:, 0]
+
+
+def hinge_discriminator(real, fake):
+    """L_D = E f_D(−D(x)) + E f_D(D(G(z))), f_D(x) = max(0, 1 + x): 0 where D tells all apart by a margin of 1.
+
+    real, fake: scores (B,) → a scalar. Its gradient is 0 for a score that is beyond the margin.
+    Ref: [3] Eq. 5
+    """
+    return F.relu(1 - real).mean() + F.relu(1 + fake).mean()
+
+
+def hinge_generator(fake):
+    """L_G = E f_G(D(G(z))), f_G(x) = −x.
+
+    fake: scores (B,) → a scalar.
+    Ref: [3] Eq. 5, which leaves f_G open; this is the one of [9] and of the hinge loss's authors
+    """
+    return -fake.mean()
+
+
+def diversity(images, real):
+    """How far images are from one another, as a share of what real ones are: means of the distance to the nearest.
+
+    images, real (B, 3, H, W) in [0, 1], at least 2 of each, as many → a scalar; 0 where every image has a double.
+    """
+    def nearest(x):
+        distances = torch.cdist(x.flatten(1), x.flatten(1))
+        return distances.fill_diagonal_(INF).amin(1).mean()
+
+    return nearest(_wide(images)) / nearest(_wide(real))
+
+
+class Game(nn.Module):
+    """The encoder's opponent in the min-max game: G makes samples that are hard for it, D keeps them looking real.
+
+    size, width, latent   of `Generator` and `Discriminator`
+    pairs       a latent gives two images, G(z) and G_ema(z), one another's positives; if not, G(z) alone
+    ascent      G ascends the encoder's loss; if not, it is trained against D alone. Neither pairs nor ascent: "CL-GAN"
+    momentum    m of G_ema, in [0, 1)
+    pretrain    steps that G and D take before the encoder begins
+    every       n: steps of the encoder for each of the generator's
+    batch_size  images of each kind in a step of D, at most as many as the encoder's batch
+    lr, ascent_lr   Adam's learning rates, of the hinge losses and of the ascent
+    Its state_dict holds G, G_ema, D and their three optimizers. Under autocast the convolutions alone are in half
+    precision: parameters, images, scores and losses are float32. [3] prints none of these numbers; they are for short
+    runs on a CPU.
+    Ref: [3] 3.1, 3.2
+    """
+
+    def __init__(self, size=32, width=16, latent=64, pairs=True, ascent=True, momentum=0.99, pretrain=300, every=4,
+                 batch_size=64, lr=4e-4, ascent_lr=1e-4):
+        super().__init__()
+        _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+        _require(pretrain >= 0, "pretrain", pretrain, "at least 0")
+        _require(every >= 1, "every", every, "at least 1")
+        _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
+        self.pairs, self.ascent, self.momentum, self.pretrain = pairs, ascent, momentum, pretrain
+        self.size, self.every, self.batch_size, self.ascent_lr = size, every, batch_size, ascent_lr
+        self.G, self.D = Generator(size, width, latent), Discriminator(size, width)
+        self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
+        self.to(memory_format=torch.channels_last)
+        adam = functools.partial(torch.optim.Adam, betas=(0.0, 0.999))  # [9] App. C
+        self.optimizers = {"G": adam(self.G.parameters(), lr), "D": adam(self.D.parameters(), lr),
+                           "ascent": adam(self.G.parameters(), ascent_lr, maximize=True)}
+
+    def latents(self, n, generator=None):
+        """Latents (n, latent) from N(0, I)."""
+        device = self.G.first.bias.device
+        return torch.randn(n, self.G.latent, generator=generator, device=device)
+
+    def sample(self, n, generator=None):
+        """n generated images, and which latent each is of: in pairs G(z_k), G_ema(z_k) of n/2 latents, or n of G alone.
+
+        → images (n, 3, size, size) in [0, 1], with G's gradient but none of G_ema; index (n,). An odd n loses one.
+        Ref: [3] Eq. 6
+        """
+        z = self.latents(n // 2 if self.pairs else n, generator)
+        index = torch.arange(len(z), device=z.device)
+        if not self.pairs:
+            return self.G(z), index
+        with torch.no_grad():
+            followers = self.G_ema(z)
+        return torch.cat([self.G(z), followers]), index.repeat(2)
+
+    def imitate(self, images, generator=None):
+        """A step of D on real and generated images, and one of G against it.
+
+        images (B, 3, size, size), real, in [0, 1] → figures {"d_loss", "g_loss", "diversity"}.
+        Ref: [3] Eq. 5
+        """
+        images = images[:self.batch_size]
+        fake = self.G(self.latents(len(images), generator))
+        d_loss = hinge_discriminator(self.D(images), self.D(fake.detach()))
+        _descend(d_loss, self.optimizers["D"], "the discriminator")
+        g_loss = hinge_generator(self.D.requires_grad_(False)(fake))  # D only passes the gradient on
+        _descend(g_loss, self.optimizers["G"], "the generator")
+        self.D.requires_grad_(True)
+        return {"d_loss": d_loss.detach(), "g_loss": g_loss.detach(), "diversity": diversity(fake.detach(), images)}
+
+    def follow(self):
+        """Let G_ema follow G, and its spectral norms follow its own weights, which the average of G's do not.
+
+        Ref: [3] Eq. 7
+        """
+        follow(self.G_ema, self.G, self.momentum)
+        for module in self.G_ema.modules():
+            if is_parametrized(module):
+                module.weight  # to look at it is one step of its power iteration
+
+    def get_extra_state(self):
+        """The optimizers' states, for state_dict."""
+        return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+
+    def set_extra_state(self, state):
+        """What get_extra_state gave."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state[name])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 9. Evaluation: what has been learned, by numbers; nothing here changes the encoder
 # ---------------------------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -1331,7 +1557,7 @@ def evaluate(encoder, images):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 9. Training: one loop, and one short step for each method
+# 10. Training: one loop, and one short step for each method
 # ---------------------------------------------------------------------------------------------------------------------
 
 def simclr_step(encoder, images, criterion, generator, partners=None, view_options=None, **options):
@@ -1376,6 +1602,71 @@ def _embed_views(encoder, views):
     return encoder(views.contiguous(memory_format=torch.channels_last))[1]
 
 
+def clae_step(encoder, images, criterion, generator, bound=0.015, view_options=None, return_stats=False, **options):
+    """Two random views of each image, and the second once more, moved against the encoder: the mean of both losses.
+
+        x' = x + bound · sign ∂ℓ/∂x, within [0, 1]
+
+    images (B, 3, H, W); bound: the largest change of a pixel, where 1 is white (half of [10]'s ε, whose images lie in
+    [−1, 1]) → what the criterion returns, the statistics of the views as they were drawn.
+    Ref: after [10], which perturbs the first view against itself, and keeps BatchNorm statistics apart for such views
+    """
+    first, second = (view(images, generator, **view_options or {}) for _ in range(2))
+    second.requires_grad_()
+    z = _embed_views(encoder, torch.cat([first, second])).chunk(2)
+    loss = criterion(*z, return_stats=return_stats, **options)
+    loss, stats = loss if return_stats else (loss, {})
+    with torch.autocast(loss.device.type, enabled=False):
+        gradient, = torch.autograd.grad(loss, second, retain_graph=True)
+    harder = (second + bound * gradient.sign()).clamp(0, 1).detach()
+    loss = (loss + criterion(z[0], _embed_views(encoder, harder), **options)) / 2
+    return (loss, stats) if return_stats else loss
+
+
+def diffhard_step(encoder, optimizer, game, images, criterion, generator, turn=True, view_options=None,
+                  return_stats=False, **options):
+    """One iteration of the game: the encoder descends and, when it is the generator's turn, that ascends the same loss.
+
+    images (N, 3, H, W), real; criterion: PPCL, as ContrastiveLoss("ppcl"); turn: whether the generator moves too → the
+    loss, and figures: with return_stats those of the criterion and "pair", the mean cosine of G(z) and G_ema(z); in the
+    generator's turn those of `Game.imitate`.
+    Ref: [3] Algorithm 1. Both gradients of Eq. 4 are of one forward pass
+    """
+    # Step 1: form the batch: N generated images in N/2 pairs, N real ones, and two views of each
+    real = _floats(images)
+    with torch.set_grad_enabled(turn and game.ascent):
+        generated, latent = game.sample(len(real), generator)                                # Eq. 6
+    batch = torch.cat([generated, real])
+    labels = torch.cat([latent, len(latent) + torch.arange(len(real), device=real.device)])  # a real one has its own
+    z = _embed_views(encoder, torch.cat([view(batch, generator, **view_options or {}) for _ in range(2)]))
+    # Step 2: train the main model
+    loss = criterion(*z.chunk(2), labels=labels, return_stats=return_stats, **options)       # Eq. 8
+    loss, figures = loss if return_stats else (loss, {})
+    game.optimizers["ascent"].zero_grad()
+    _descend(loss, optimizer, "the encoder")                                                 # Eq. 4, θ
+    # Step 3: in every n iterations, update the generator
+    if turn:
+        if game.ascent:
+            game.optimizers["ascent"].step()                                                 # Eq. 4, w
+        game.follow()                                                                        # Eq. 7
+        figures = {**figures, **game.imitate(real, generator)}                               # Eq. 5
+    if return_stats and game.pairs:
+        one, other = unit(_wide(z[:len(generated)].detach())).chunk(2)
+        figures = {**figures, "pair": (one * other).sum(-1).mean()}
+    return loss.detach(), figures
+
+
+def _descend(loss, optimizer, what):
+    """One step of an optimizer down a loss, if that is finite; outside of autocast, which is for the way there."""
+    if not loss.isfinite():
+        raise FloatingPointError(f"{what} was to be updated, but its loss is {float(loss.detach())}")
+    with torch.autocast(loss.device.type, enabled=False):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.clear_autocast_cache()  # else what comes next in a step would see parameters as they were
+
+
 RECIPES = {  # name: how parameters are moved, and with which settings where none are given
     "adamw": {"optimizer": lambda parameters, lr, decay: torch.optim.AdamW(parameters, lr, weight_decay=decay),
               # the rate climbs for the first tenth of the run and falls to 0 by a cosine
@@ -1388,7 +1679,7 @@ RECIPES = {  # name: how parameters are moved, and with which settings where non
 }
 
 
-METHODS = ("simclr", "bank", "queue")
+METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 
 
 class Training:
@@ -1397,10 +1688,12 @@ class Training:
     encoder          an Encoder, trained where it is
     images           an Images on the encoder's device; only true_positives looks at the labels
     criterion        a ContrastiveLoss
-    method           "simclr", "bank" or "queue": the step, and where its candidates come from
+    method           one of METHODS: the step, and where its candidates come from
     momentum         of the bank's rows (None: 0.5), of the queue's slow encoder (None: 0.99)
     queue_size       embeddings that the queue remembers, fewer than there are images: an older view of the anchor's own
                      image among them is a false negative
+    bound            of clae, the largest change of a pixel
+    game             of diffhard, a Game (None: one of the images' size)
     recipe           a row of RECIPES: the optimizer, how its rate goes, and what the next four are where they are None
     epochs, batch_size   every epoch goes through all images once, in batches of nearly one size, at most batch_size
     lr, weight_decay     the highest learning rate, and weight decay
@@ -1412,14 +1705,15 @@ class Training:
     seed             of order and views: on one machine the same seed gives the same run
 
     A step yields {"epoch", "step", "steps", "images", "loss"} and the scheduled options; every tenth of an epoch also
-    the statistics {"clamped", "ess", "positive", "negative"}. Figures are 0-d tensors on the device. A loss that is not
-    finite stops the run with a FloatingPointError.
+    the statistics {"clamped", "ess", "positive", "negative"}, and those of `diffhard_step`. Figures are 0-d tensors on
+    the device. A game's pre-training comes first, in steps without a "loss" and epochs below 0. A loss that is not
+    finite stops the run with a FloatingPointError, and a generator that collapses is warned of.
     After an epoch's last step state_dict() holds all that load_state_dict() needs to continue to the same end.
     """
 
     def __init__(self, encoder, images, criterion, method="simclr", momentum=None, queue_size=4096, recipe="adamw",
                  epochs=None, batch_size=None, lr=None, weight_decay=None, schedules=None, view_options=None,
-                 true_positives=False, bfloat16=None, seed=0):
+                 true_positives=False, bfloat16=None, seed=0, bound=0.015, game=None):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
         _require(method in METHODS, "method", method, f"one of {', '.join(METHODS)}")
@@ -1438,7 +1732,7 @@ class Training:
         self.schedules, self.view_options, self.true_positives = schedules or {}, view_options, true_positives
         self.bfloat16 = _has_bfloat16(device) if bfloat16 is None else bfloat16
         self.generator = torch.Generator(device).manual_seed(seed)
-        self.bank = self.key_encoder = None
+        self.bank = self.key_encoder = self.game = None
         if method == "bank":
             self.bank = MemoryBank(n, encoder.dim, 0.5 if momentum is None else momentum, self.generator)
         if method == "queue":
@@ -1447,19 +1741,44 @@ class Training:
             self.bank = MemoryBank(queue_size, encoder.dim, 0, self.generator)
             self.key_encoder, self.momentum = copy.deepcopy(encoder), 0.99 if momentum is None else momentum
             _require(0 <= self.momentum < 1, "momentum", momentum, "in [0, 1)")
+        if method == "clae":
+            _require(0 < bound < 1, "bound", bound, "in (0, 1)")
+            self.bound = bound
+        if method == "diffhard":
+            self.game = (Game(images.train.shape[-1]) if game is None else game).to(device)
+            self.game.set_extra_state(self.game.get_extra_state())  # Adam's moments go where their parameters are
+            _require(self.game.size == images.train.shape[-1], "game", f"for images of {self.game.size} pixels",
+                     f"for images of {images.train.shape[-1]}")
+            _require(criterion.resolved.objective == "ppcl" or not self.game.pairs, "criterion",
+                     f"of objective {criterion.resolved.objective}",
+                     "of objective ppcl for pairs to be positives; or the game without pairs")
+            self.epoch = -(self.pretrain // self.batches + (self.pretrain % self.batches > 0))
         parameters = [{"params": encoder.parameters()}, {"params": criterion.parameters(), "weight_decay": 0}]
         self.optimizer = self.recipe["optimizer"](parameters, lr, self.recipe["weight_decay"])
 
     @property
+    def pretrain(self):
+        """Steps that a game takes before the encoder begins."""
+        return 0 if self.game is None else self.game.pretrain
+
+    @property
     def steps(self):
-        """Steps of the whole run."""
-        return self.epochs * self.batches
+        """Steps of the whole run, the pre-training with them."""
+        return self.pretrain + self.epochs * self.batches
+
+    @property
+    def done(self):
+        """Steps of the epochs that are done."""
+        return max(0, self.pretrain + self.epoch * self.batches)
 
     @property
     def candidates(self):
-        """N, the candidates of an anchor."""
-        if self.method == "simclr":
-            return 2 * -(-len(self.images.train) // self.batches) - 2
+        """N, the candidates of an anchor (of one of a real image, in a game)."""
+        batch = -(-len(self.images.train) // self.batches)
+        if self.game is not None:
+            return 2 * (batch + batch // (1 + self.game.pairs) * (1 + self.game.pairs)) - 2
+        if self.bank is None:
+            return 2 * batch - 2
         return len(self.bank.rows) - (self.method == "bank")
 
     def __iter__(self):
@@ -1471,11 +1790,22 @@ class Training:
             self.generator.manual_seed(self.seed * 100_003 + self.epoch)
             order = torch.randperm(n, generator=self.generator, device=device)
             partners = self._partners() if self.true_positives else None
-            first = self.epoch * self.batches
-            for k, index in enumerate(order.tensor_split(self.batches)):
-                progress = self._step(first + k, index, None if partners is None else partners[index])
-                self.epoch += k + 1 == self.batches
-                yield progress
+            epoch, first = self.epoch, self.epoch * self.batches
+            for step, index in enumerate(order.tensor_split(self.batches), first):
+                if step < -self.pretrain:  # the first epoch of the pre-training is the shorter one
+                    continue
+                place = self.pretrain + step + 1
+                try:
+                    figures = self._pretrain_step(index) if step < 0 else self._step(step, index, partners)
+                except (_NotFinite, FloatingPointError) as error:
+                    what = "the encoder was to be updated, but " if isinstance(error, _NotFinite) else ""
+                    rates = f"lr ({self.recipe['lr']:g})" + " or a rate of the game" * (self.game is not None)
+                    raise FloatingPointError(f"step {place} of {self.steps}: {what}{error}. Is {rates} too "
+                                             "high?") from error
+                if step >= 0:
+                    self._watch(place, figures)
+                self.epoch += step + 1 == first + self.batches
+                yield {"epoch": epoch, "step": place, "steps": self.steps, "images": len(index), **figures}
 
     def _first_rows(self):
         images, k = self.images.train, len(self.bank.rows)
@@ -1485,39 +1815,58 @@ class Training:
         return embed(self.encoder, images[some])[1][torch.arange(k, device=images.device) % len(some)]
 
     def _step(self, step, index, partners):
-        progress = step / self.steps
+        """Move the encoder, and what goes with the method."""
+        total = self.epochs * self.batches
+        progress = step / total
+        rate = self.recipe["rate"](progress, 1 / total)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe["lr"] * self.recipe["rate"](progress, 1 / self.steps)
+            group["lr"] = self.recipe["lr"] * rate
+        if self.game is not None:  # else the generator would win in the end, when the encoder hardly moves
+            self.game.optimizers["ascent"].param_groups[0]["lr"] = self.game.ascent_lr * rate
         scheduled = {name: schedule(progress) for name, schedule in self.schedules.items()}
         wanted = step % self.batches % max(1, self.batches // 10) == 0
         options = {"view_options": self.view_options, "return_stats": wanted, **scheduled}
-        network, images = self.encoder.train(), self.images.train[index]
-        try:
-            with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-                if self.method == "simclr":
-                    others = None if partners is None else self.images.train[partners]
-                    loss = simclr_step(network, images, self.criterion, self.generator, others, **options)
-                elif self.method == "bank":
-                    loss, z = bank_step(network, images, index, self.bank, self.criterion, self.generator, **options)
-                else:
-                    loss, z = queue_step(network, self.key_encoder, images, self.bank, self.criterion, self.generator,
-                                         **options)
+        network, images, given = self.encoder.train(), self.images.train[index], (self.criterion, self.generator)
+        with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
+            if self.method == "diffhard":
+                turn = step % self.game.every == 0
+                loss, stats = diffhard_step(network, self.optimizer, self.game.train(), images, *given, turn, **options)
+            elif self.method == "simclr":
+                others = None if partners is None else self.images.train[partners[index]]
+                loss = simclr_step(network, images, *given, others, **options)
+            elif self.method == "clae":
+                loss = clae_step(network, images, *given, self.bound, **options)
+            elif self.method == "bank":
+                loss, z = bank_step(network, images, index, self.bank, *given, **options)
+            else:
+                loss, z = queue_step(network, self.key_encoder, images, self.bank, *given, **options)
+        if self.method != "diffhard":
             loss, stats = loss if wanted else (loss, {})
-            if not loss.isfinite():
-                raise ValueError(f"the loss is {float(loss.detach())}")
-        except ValueError as error:
-            raise FloatingPointError(f"step {step + 1} of {self.steps}: {error}. "
-                                     f"Is lr ({self.recipe['lr']:g}) too high?") from error
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+            _descend(loss, self.optimizer, "the encoder")
         if self.method == "bank":
             self.bank.update(index, z)
         if self.method == "queue":
             self.bank.push(z)
             follow(self.key_encoder, self.encoder, self.momentum)
-        return {"epoch": self.epoch, "step": step + 1, "steps": self.steps, "images": len(index), "loss": loss.detach(),
-                **stats, **scheduled}
+        return {"loss": loss.detach(), **stats, **scheduled}
+
+    def _pretrain_step(self, index):
+        """Move the generators and the discriminator alone."""
+        with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
+            figures = self.game.train().imitate(_floats(self.images.train[index]), self.generator)
+        self.game.follow()
+        return figures
+
+    def _watch(self, step, figures):
+        """Say so, once, where a game has gone wrong."""
+        if "diversity" in figures and figures["diversity"] < 0.1:
+            _warn_once("collapse", f"step {step} of {self.steps}: the generator has collapsed: its images are "
+                       f"{float(figures['diversity']):.0%} as far from one another as real ones are. Lower the game's "
+                       "ascent_lr or lr, or raise pretrain")
+        if "d_loss" in figures and figures["d_loss"] < 0.01:
+            _warn_once("d_loss", f"step {step} of {self.steps}: the discriminator's loss is "
+                       f"{float(figures['d_loss']):.3f}: it tells all images apart, so the generated ones are far "
+                       "from real ones. Lower the game's ascent_lr, or raise every")
 
     def _partners(self):
         """For every image the index of another one of its class; its own where there is none, or no label."""
@@ -1541,7 +1890,7 @@ class Training:
 
     def _parts(self):
         parts = {"encoder": self.encoder, "criterion": self.criterion, "optimizer": self.optimizer, "bank": self.bank,
-                 "key_encoder": self.key_encoder}
+                 "key_encoder": self.key_encoder, "game": self.game}
         return {name: part for name, part in parts.items() if part is not None}
 
 

@@ -20,7 +20,7 @@ compares real parts only, has no conjugate and no modulus.  So Im f(x + i h eₖ
 subtraction, exact to rounding at h = 1e-30 (`gradient`).  A weight that is held constant ("detached") is one
 whose imaginary part is dropped.  `central_difference` is the check that needs no complex numbers.
 
-Sections: 1 rows, 2 weights, 3 objectives, 4 the loss, 5 limits and identities, 6 gradients.
+Sections: 1 rows, 2 weights, 3 objectives, 4 the loss, 5 limits and identities, 6 the game, 7 gradients.
 
 References
 [1] Robinson, Chuang, Sra, Jegelka: Contrastive Learning with Hard Negative Samples. ICLR 2021,
@@ -32,6 +32,7 @@ References
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021, arXiv:2012.09740
 [5] Wang, Isola: Understanding Contrastive Representation Learning through Alignment and Uniformity on the
     Hypersphere. ICML 2020, arXiv:2005.10242
+[10] Ho, Vasconcelos: Contrastive Learning with Adversarial Examples. NeurIPS 2020, arXiv:2010.12050
 """
 import cmath
 import math
@@ -955,7 +956,98 @@ def annealed_beta(progress, beta, changes):
     return beta * (1 - math.floor(changes * progress) / changes)
 
 
-# ------------------------------------------------ 6 gradients
+# ------------------------------------------------ 6 the game
+
+def ppcl_sets(raw, latents):
+    """A(i) = I \\ {i} and P(i) for every view i of a multiviewed batch, as lists.
+
+    raw[i]: the raw sample that view i is of; latents[i]: the latent that this one was generated from, None for
+    a real one.  P(i) = {p in A(i): z_p = z_i} for a generated i, {j(i)}, its sample's other view, for a real one.
+
+    Ref: [3] Eq. 8"""
+    views = range(len(raw))
+    others, positives = [], []
+    for i in views:
+        others.append([a for a in views if a != i])
+        if latents[i] is None:
+            positives.append([a for a in others[i] if raw[a] == raw[i]])
+        else:
+            positives.append([a for a in others[i] if latents[a] is not None and latents[a] == latents[i]])
+    return others, positives
+
+
+def ppcl_batch(v, raw, latents, temperature):
+    """(1/|I|) Σ_{i in I} −1/|P(i)| Σ_{p in P(i)} log( e^{v_i·v_p/τ} / Σ_{a in A(i)} e^{v_i·v_a/τ} ), v (4N, D).
+
+    v_i·v_a is a cosine.  The paper has the sum over i, this file the mean; else as printed.  Ref: [3] Eq. 8"""
+    others, positives = ppcl_sets(raw, latents)
+    v = _lists(unit(v))
+    total = 0.0
+    for i in range(len(v)):
+        log_total = _log_sum_exp([_product(v[i], v[a]) / temperature for a in others[i]])
+        inner = 0.0
+        for p in positives[i]:
+            inner = inner + (_product(v[i], v[p]) / temperature - log_total)
+        total = total + -1 / len(positives[i]) * inner
+    return total / len(v)
+
+
+def _hinge(x):
+    """f_D(x) = max(0, 1 + x).  Ref: [3] Eq. 5"""
+    return 1 + x if (1 + x).real > 0 else 0.0
+
+
+def hinge_discriminator(real, fake):
+    """L_D = E_x f_D(−D(x)) + E_z f_D(D(G(z))), from the scores D(x) and D(G(z)).  Ref: [3] Eq. 5"""
+    real, fake = _lists(real), _lists(fake)
+    on_real = on_fake = 0.0
+    for score in real:
+        on_real = on_real + _hinge(-score)
+    for score in fake:
+        on_fake = on_fake + _hinge(score)
+    return on_real / len(real) + on_fake / len(fake)
+
+
+def hinge_generator(fake):
+    """L_G = E_z f_G(D(G(z))), f_G(x) = −x.  Ref: [3] Eq. 5, which does not print f_G"""
+    fake = _lists(fake)
+    total = 0.0
+    for score in fake:
+        total = total + -score
+    return total / len(fake)
+
+
+def ema(w_ema, w, m):
+    """w_ema ← m w_ema + (1 − m) w, entry by entry.  Ref: [3] Eq. 7"""
+    w_ema, w = _double(w_ema), _double(w)
+    out = np.zeros(w.shape)
+    for place in np.ndindex(*w.shape):
+        out[place] = m * w_ema[place] + (1 - m) * w[place]
+    return out
+
+
+def diversity(images, real):
+    """Σ_i min_{j ≠ i} ‖x_i − x_j‖ over the images, divided by the same of as many real ones; not in the papers."""
+    def nearest(x):
+        x = _lists(np.reshape(x, (len(x), -1)))
+        total = 0.0
+        for i in range(len(x)):
+            total += min(math.sqrt(_squared_distance(x[i], x[j])) for j in range(len(x)) if j != i)
+        return total / len(x)
+    return nearest(images) / nearest(real)
+
+
+def perturbed(x, slope, bound):
+    """min(1, max(0, x_k + bound · sign(slope_k))) for each pixel, slope = ∂ℓ/∂x.  Ref: [10] Eq. 9, 10"""
+    x, slope = _double(x), _double(slope)
+    out = np.zeros(x.shape)
+    for place in np.ndindex(*x.shape):
+        sign = 1 if slope[place] > 0 else -1 if slope[place] < 0 else 0
+        out[place] = min(1.0, max(0.0, x[place] + bound * sign))
+    return out
+
+
+# ------------------------------------------------ 7 gradients
 
 def gradient(function, x, step=1e-30):
     """∂f/∂x_k = Im f(x + i h e_k) / h for each entry of x: the complex step, exact to rounding."""

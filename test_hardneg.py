@@ -7,13 +7,17 @@
     TestEdges        small, extreme and wrong input
     TestDevices      an accelerator, by tensors that have a device and no data
     TestDraw, TestSchedules, TestSinkhorn
-    TestViews, TestImages, TestEncoders, TestEvaluation, TestTraining
+    TestViews, TestImages, TestEncoders, TestMemoryBank
+    TestGame         the generator's game against the encoder: Eq. 2 to 10 of its paper, and a run of it
+    TestEvaluation, TestTraining
     TestCommandLine  train.py, mistakes and Ctrl-C included
     TestReadme       what the README says
 
 Rows come from seeds, so that ties between similarities, where some of the losses have a kink, do not
 happen by chance.
 """
+import contextlib
+import copy
 import gc
 import json
 import math
@@ -22,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -384,10 +389,13 @@ class TestLimits:
         for got, want in zip(ours(x, v, **options), ours(x, v, **other)):
             close(got, want, 1e-12)
 
-    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4), block_size=st.sampled_from([None, 0, 3]))
-    def test_ppcl_without_labels_is_simclr(self, seed, b, d, block_size):
-        x = normal(seed, 2 * b, d)
-        for got, want in zip(ours(x, 2, loss="ppcl", block_size=block_size), ours(x, 2, loss="simclr")):
+    @settings(max_examples=30)
+    @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4), block_size=st.sampled_from([None, 0, 3]),
+           labelled=st.booleans())
+    def test_ppcl_with_nothing_generated_is_simclr(self, seed, b, d, block_size, labelled):
+        """Without labels, and where no two samples share one."""
+        x, labels = normal(seed, 2 * b, d), np.random.default_rng(seed).permutation(b) if labelled else None
+        for got, want in zip(ours(x, 2, loss="ppcl", labels=labels, block_size=block_size), ours(x, 2, loss="simclr")):
             close(got, want, 1e-12)
 
     @given(seed=SEEDS, b=st.integers(2, 5), d=st.integers(2, 4))
@@ -1341,6 +1349,31 @@ class TestDevices:
             index = hardneg.draw(log_w, 2)
         assert index.device.type == "cuda" and index.shape == (4, 2) and devices.seen == {"cuda"}
 
+    @pytest.mark.parametrize("method", ["simclr", "clae", "diffhard"])
+    def test_steps(self, method, monkeypatch):
+        """With the gradients, which fake tensors of another device cannot have without it: on the device meta."""
+        def descend(loss, optimizer, what):  # as _descend, without a look at the loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        monkeypatch.setattr(hardneg, "_descend", descend)
+        monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # it knows no meta
+        with torch.device("meta"):
+            encoder, game, images = hardneg.Encoder(size=8, dim=4), hardneg.Game(8, 2, 4), torch.empty(4, 3, 8, 8)
+        criterion, optimizer = hardneg.ContrastiveLoss("ppcl"), torch.optim.SGD(encoder.parameters())
+        with Devices() as devices:
+            if method == "diffhard":
+                loss, figures = hardneg.diffhard_step(encoder, optimizer, game, images, criterion, None,
+                                                      return_stats=True)
+                assert set(figures) == {"clamped", "ess", "positive", "negative", "pair", "d_loss", "g_loss",
+                                        "diversity"}
+            else:
+                step = {"simclr": hardneg.simclr_step, "clae": hardneg.clae_step}[method]
+                loss, figures = step(encoder, images, criterion, None, return_stats=True)
+                descend(loss, optimizer, "")
+        assert devices.seen == {"meta"} and {x.device.type for x in (loss, *figures.values())} == {"meta"}
+
     def test_measures(self):
         with FakeTensorMode(), Devices() as devices:
             z = torch.empty(4, 3, device="cuda")
@@ -1727,6 +1760,34 @@ class TestImages:
         if name == "cifar10":
             assert torch.equal(images.train[1], torch.as_tensor(data[1]).permute(2, 0, 1))
 
+    @pytest.mark.parametrize("kind, side", [("STL10", 96), ("SVHN", 32)])
+    def test_another_size_is_torchvisions_bicubic(self, monkeypatch, kind, side):
+        """Of the training and of the test set; its own size changes nothing."""
+        data = np.random.default_rng(1).integers(0, 256, (7, 3, side, side), np.uint8)
+        monkeypatch.setattr(datasets, kind, lambda root, download, split: SimpleNamespace(
+            data=data[:5] if "train" in split else data[5:], labels=np.zeros(5 if "train" in split else 2)))
+        images = hardneg.load(kind.lower(), size=64)
+        wanted = transforms.resize(torch.tensor(data), [64, 64], transforms.InterpolationMode.BICUBIC, antialias=True)
+        found = torch.cat([images.train, images.test])
+        assert found.dtype == torch.uint8 and found.shape == (7, 3, 64, 64) and len(images.train) == 5
+        assert (found.int() - wanted.int()).abs().max() <= 1
+        for size in (None, side):
+            images = hardneg.load(kind.lower(), size=size)
+            assert torch.equal(torch.cat([images.train, images.test]), torch.tensor(data))
+
+    def test_resized_by_parts_and_within_bytes(self):
+        """As in one piece, and an overshoot at an edge does not wrap around."""
+        x = (255 * torch.arange(2).repeat(16)).to(torch.uint8).repeat_interleave(2)[:32].expand(1001, 3, 32, 32)
+        seen = hardneg._resized(x, 48)
+        assert len(seen) == 1001 and (seen == seen[:1]).all()
+        wanted = transforms.resize(x[:1], [48, 48], transforms.InterpolationMode.BICUBIC, antialias=True)
+        assert (seen[0].int() - wanted[0].int()).abs().max() <= 1
+
+    def test_shapes_of_another_size(self, small_shapes):
+        images = hardneg.load("shapes", size=64)
+        assert images.train.shape == (800, 3, 64, 64) and images.test.shape == (200, 3, 64, 64)
+        assert torch.equal(images.train[:5], hardneg.shapes(8000, size=64)[0][:5])  # drawn, and not enlarged
+
     def test_download_that_fails_says_where_to_put_the_files(self, monkeypatch):
         def fail(*_, **__):
             raise OSError("no route to host")
@@ -1868,6 +1929,649 @@ class Largest(TorchDispatchMode):
         return out
 
 
+TINY_GAME = dict(width=2, latent=4, pretrain=3, every=2, batch_size=8)
+
+
+def tiny_game(size=8, **settings):
+    torch.manual_seed(0)
+    return hardneg.Game(**TINY_GAME | {"size": size} | settings)
+
+
+def quiet(game):
+    """In float64 and with spectral norms that have settled and stand still: the same function at every call."""
+    with torch.no_grad():
+        for _ in range(30):
+            game.D(game.G(game.latents(32)))
+    game.G_ema.load_state_dict(game.G.state_dict())
+    draw = game.latents
+    game.latents = lambda *arguments: draw(*arguments).double()
+    return game.double().eval()
+
+
+def held(module):
+    """A copy of its parameters."""
+    return [p.detach().clone() for p in module.parameters()]
+
+
+def same(module, before):
+    return all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
+
+
+def play(game, encoder, real, lr=0.0, seed=3, criterion=None, **options):
+    """One diffhard_step, with plain gradient descent for the encoder."""
+    optimizer = torch.optim.SGD(encoder.parameters(), lr)
+    return hardneg.diffhard_step(encoder, optimizer, game, real, criterion or hardneg.ContrastiveLoss("ppcl"),
+                                 seeded(seed), **options)
+
+
+def by_hand(game, encoder, real, seed=3):
+    """The loss of the same latents and views, as Step 1 of Algorithm 1 says."""
+    generator = seeded(seed)
+    z = game.latents(len(real) // 2, generator)
+    batch = torch.cat([game.G(z), game.G_ema(z), real])
+    first, second = (hardneg.view(batch, generator) for _ in range(2))
+    labels = [*range(len(z)), *range(len(z)), *range(len(z), len(z) + len(real))]
+    rows = encoder(torch.cat([first, second]))[1]
+    return hardneg.contrastive_loss(*rows.chunk(2), loss="ppcl", labels=torch.tensor(labels))
+
+
+class Pixels(nn.Module):
+    """An encoder that sees every pixel alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x, self.scale * x.flatten(1)
+
+
+@pytest.fixture(scope="module")
+def fewer():
+    """Sixty of the built-in images, of 8 × 8 pixels."""
+    train, labels = hardneg.shapes(60, classes=4, seed=1, size=8)
+    return hardneg.Images(train, labels, *hardneg.shapes(20, classes=4, seed=2, size=8), ["a", "b", "c", "d"])
+
+
+class TestGame:
+    """Generators against the encoder: the loss, who is moved by which of its gradients, and the run of a game."""
+
+    # the loss, and what D and G_ema are moved by
+
+    @settings(max_examples=30)
+    @given(seed=SEEDS, pairs=st.integers(0, 3), real=st.integers(1, 4), d=st.integers(2, 3), t=st.floats(0.2, 2),
+           block_size=st.sampled_from([None, 0, 1, 3]))
+    def test_ppcl_is_the_papers(self, seed, pairs, real, d, t, block_size):
+        """As Eq. 8 has it, over all views and with both sets written out, in value and gradient."""
+        assume(pairs + real > 1)
+        labels = [*range(pairs), *range(pairs), *range(pairs, pairs + real)]
+        raw, latents = [*range(len(labels))] * 2, [k if k < pairs else None for k in labels] * 2
+        x = normal(seed, len(raw), d)
+        value, gradient = ours(x, 2, loss="ppcl", labels=labels, temperature=t, block_size=block_size)
+        close(value, oracle.ppcl_batch(x, raw, latents, t), 1e-10)
+        close(gradient, oracle.gradient(lambda rows: oracle.ppcl_batch(rows, raw, latents, t), x), 1e-10, floor=1e-3)
+        others, positives = oracle.ppcl_sets(raw, latents)
+        assert [len(p) for p in positives] == [1 if z is None else 3 for z in latents]
+        assert all(len(a) == len(raw) - 1 and set(p) <= set(a) for a, p in zip(others, positives))
+
+    @given(seed=SEEDS, pairs=st.integers(1, 3), real=st.integers(1, 3))
+    def test_each_anchor_has_three_positives_or_one(self, seed, pairs, real):
+        """On orthogonal rows, a loss pulls an anchor to its positives alone, to each by a share."""
+        count = 2 * pairs + real
+        labels = [*range(pairs), *range(pairs), *range(pairs, pairs + real)]
+        x = np.random.default_rng(seed).permutation(np.eye(2 * count))
+        for i in range(2 * count):
+            pulled = -numpy(ours(x, 2, loss="ppcl", labels=labels, reduction="none",
+                                 weight=np.eye(2 * count)[i])[1]) @ x[i]
+            pulled[i] = 0
+            assert (pulled > 1e-9).sum() == (3 if i % count < 2 * pairs else 1)
+
+    @settings(max_examples=30)
+    @given(seed=SEEDS, b=st.integers(1, 5))
+    def test_hinge_losses(self, seed, b):
+        real, fake = 2 * normal(seed, 2, b)
+        for name, scores in (("hinge_discriminator", (real, fake)), ("hinge_generator", (fake,))):
+            given = [torch.tensor(s, requires_grad=True) for s in scores]
+            value = getattr(hardneg, name)(*given)
+            close(value, getattr(oracle, name)(*scores), 1e-12)
+            for k, got in enumerate(torch.autograd.grad(value, given)):
+                close(got, oracle.gradient(lambda s: getattr(oracle, name)(*scores[:k], s, *scores[k + 1:]), scores[k]),
+                      1e-12)
+
+    @pytest.mark.parametrize("real, fake, loss, slopes", [(0.99, -0.99, 0.02, (-1, 1)), (1.01, -1.01, 0.0, (0, 0)),
+                                                          (-3.0, 3.0, 8.0, (-1, 1)), (5.0, 0.0, 1.0, (0, 1))])
+    def test_hinge_on_both_sides_of_its_kinks(self, real, fake, loss, slopes):
+        """Beyond a margin of 1 there is nothing left to learn."""
+        scores = [torch.tensor([s], dtype=torch.float64, requires_grad=True) for s in (real, fake)]
+        value = hardneg.hinge_discriminator(*scores)
+        close(value, loss, 1e-12)
+        assert tuple(float(g) for g in torch.autograd.grad(value, scores)) == slopes
+
+    @settings(max_examples=10)
+    @given(seed=SEEDS, n=st.sampled_from([2, 3, 7, 30]))
+    def test_diversity(self, seed, n):
+        x, real = np.random.default_rng(seed).random((2, n, 3, 4, 4))
+        images, others = torch.tensor(x), torch.tensor(real)
+        close(hardneg.diversity(images, others), oracle.diversity(x, real), 1e-6)
+        close(hardneg.diversity(images.float(), others.float()), oracle.diversity(x, real), 1e-3)
+        assert hardneg.diversity(others, others) == 1
+        doubles = torch.cat([images, images])
+        close(hardneg.diversity(doubles, torch.cat([others, others.flip(3)])), 0, 1e-3)
+        close(hardneg.diversity(0.5 * images, images), 0.5, 1e-6)
+
+    def test_diversity_of_larger_images(self):
+        """Where distances come from a matrix product, which rounds: doubles are still next to nothing apart."""
+        x = pictures(64, 32, torch.float32)
+        assert hardneg.diversity(x[:1].expand(64, -1, -1, -1), x) < 0.01
+
+    # G and D
+
+    @pytest.mark.parametrize("size, width, latent", [(8, 2, 3), (32, 2, 1), (64, 1, 5)])
+    def test_images_and_scores(self, size, width, latent):
+        game = hardneg.Game(size, width, latent)
+        images, scores = game.G(4 * game.latents(3)), game.D(pictures(3, size, torch.float32))
+        assert images.shape == (3, 3, size, size) and images.dtype == torch.float32 and scores.shape == (3,)
+        assert 0 <= images.min() and images.max() <= 1 and images.std() > 0.01
+        assert game.latents(7).shape == (7, latent)
+
+    def test_widths_double_up_to_four_times(self):
+        convolutions = [m for m in hardneg.Discriminator(64, 3).modules() if isinstance(m, nn.Conv2d)]
+        assert max(m.out_channels for m in convolutions) == 12 and convolutions[0].out_channels == 3
+        assert hardneg.Generator(64, 3).blocks[-1].in_channels == 3
+
+    @pytest.mark.parametrize("width", [2, 3])
+    def test_nothing_of_an_image_is_cut_off(self, width):
+        """The first block sees it before any ReLU; the others begin with one."""
+        blocks = hardneg.Discriminator(16, width).blocks
+        assert [isinstance(block.residual[0], nn.ReLU) for block in blocks[:3]] == [False, True, True]
+
+    def test_latents_are_standard_normal_and_repeat_by_generator(self):
+        z = tiny_game().latents(20000, seeded(1))
+        close(z.mean(0), np.zeros(4), 0.03)
+        close(z.T.cov(), np.eye(4), 0.05)
+        assert torch.equal(z, tiny_game().latents(20000, seeded(1)))
+
+    @pytest.mark.parametrize("make", [lambda: hardneg.Generator(16, 3, 5), lambda: hardneg.Discriminator(16, 3)])
+    def test_every_weight_has_norm_one(self, make):
+        """The largest singular value, that of a convolution's weight as a matrix, after enough forward passes."""
+        torch.manual_seed(0)
+        network = make()
+        layers = [m for m in network.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+        with torch.no_grad():
+            for layer in layers:
+                layer.parametrizations.weight.original.mul_(3)
+            for k in range(200):
+                network(torch.randn(2, 5) if isinstance(network, hardneg.Generator) else pictures(2, 16, torch.float32))
+        network.eval()
+        assert len(layers) == (8 if isinstance(network, hardneg.Generator) else 10)
+        for layer in layers:
+            close(torch.linalg.svdvals(layer.weight.flatten(1))[0], 1, 0.01)
+
+    def test_float32_under_autocast(self):
+        game = tiny_game()
+        with torch.autocast("cpu", torch.bfloat16):
+            images = game.G(game.latents(3))
+            scores = game.D(images)
+        assert images.dtype == scores.dtype == torch.float32 and len(images.unique()) > 260  # more than bfloat16 has
+
+    @pytest.mark.parametrize("make, name", [
+        (lambda: hardneg.Generator(4), "size"), (lambda: hardneg.Generator(24), "size"),
+        (lambda: hardneg.Generator(8, 0), "width"), (lambda: hardneg.Generator(8, 2, 0), "latent"),
+        (lambda: hardneg.Discriminator(28), "size"), (lambda: hardneg.Discriminator(8, 0), "width"),
+        (lambda: tiny_game(momentum=1.0), "momentum"), (lambda: tiny_game(momentum=-0.1), "momentum"),
+        (lambda: tiny_game(pretrain=-1), "pretrain"), (lambda: tiny_game(every=0), "every"),
+        (lambda: tiny_game(batch_size=1), "batch_size"), (lambda: tiny_game(12), "size")])
+    def test_names_what_is_off(self, make, name):
+        with pytest.raises(ValueError, match=f"^{name} is"):
+            make()
+
+    def test_a_copy_is_another_game(self):
+        """Its optimizers move its own networks, and none of the first."""
+        game = tiny_game()
+        other, before = copy.deepcopy(game), held(game)
+        other.imitate(pictures(8, 8, torch.float32), seeded(1))
+        assert same(game, before) and not same(other.G, held(game.G)) and not same(other.D, held(game.D))
+        hardneg.follow(other.G_ema, other.G, 0.5)
+        assert same(game, before) and not same(other.G_ema, held(game.G_ema))
+
+    # one step
+
+    @pytest.mark.parametrize("n, pairs, labels", [(6, True, [0, 1, 2, 0, 1, 2, 3, 4, 5, 6, 7, 8]),
+                                                  (5, True, [0, 1, 0, 1, 2, 3, 4, 5, 6]),
+                                                  (3, False, [0, 1, 2, 3, 4, 5])])
+    @pytest.mark.parametrize("turn", [True, False])
+    def test_what_the_criterion_is_given(self, monkeypatch, n, pairs, labels, turn):
+        """Two views of G(z), of G_ema(z) and of the real images, labelled by latent, a real one by itself."""
+        game, encoder, real = tiny_game(pairs=pairs), Pixels(), (255 * pictures(n, 8)).to(torch.uint8)
+        game.eval()
+        with torch.no_grad():
+            game.G_ema.first.bias.add_(torch.linspace(-1, 1, 64))  # so that it shows which of the two an image is of
+        asked, told = [], []
+
+        def view(images, generator, **options):
+            asked.append((images, generator.get_state(), options))
+            return images ** len(asked)
+
+        def criterion(*views, labels, return_stats, **options):
+            told.append((views, labels.tolist(), return_stats, options))
+            return views[0].square().sum(), {"negative": 1}
+
+        monkeypatch.setattr(hardneg, "view", view)
+        z = game.latents(n // 2 if pairs else n, seeded(3))
+        batch = torch.cat([game.G(z), *[game.G_ema(z)] * pairs, real / 255])
+        figures = play(game, encoder, real, criterion=criterion, turn=turn, return_stats=True, temperature=0.1,
+                       view_options={"flip": 1})[1]
+        (views, found, *rest), = told
+        assert [*map(found.index, found)] == [*map(labels.index, labels)]  # the same up to names
+        assert rest == [True, {"temperature": 0.1}] and figures["negative"] == 1
+        close(torch.cat(views), torch.cat([batch, batch ** 2]).flatten(1), 1e-6)
+        assert [a[2] for a in asked] == [{"flip": 1}] * 2 and torch.equal(asked[0][0], asked[1][0])
+        assert asked[0][0].requires_grad == turn
+        assert ("pair" in figures) == pairs and ("d_loss" in figures) == turn
+        if pairs:
+            one, other = hardneg.unit(batch.flatten(1))[:2 * len(z)].chunk(2)
+            close(figures["pair"], (one * other).sum(1).mean(), 1e-6)
+        assert not any(f.requires_grad for f in figures.values() if torch.is_tensor(f))
+
+    def test_no_gradient_for_the_follower(self):
+        """Not even for one that would take it."""
+        game = tiny_game()
+        images, index = game.requires_grad_(True).sample(7, seeded(1))
+        assert images.shape == (6, 3, 8, 8) and index.tolist() == [0, 1, 2, 0, 1, 2]
+        images.sum().backward()
+        assert all(p.grad is None for p in game.G_ema.parameters())
+        assert all(p.grad is not None for p in game.G.parameters())
+        images, index = tiny_game(pairs=False).sample(7, seeded(1))
+        assert images.shape == (7, 3, 8, 8) and index.tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+    def test_who_is_moved_in_a_turn(self):
+        game, encoder, real = tiny_game(momentum=0.9), hardneg.Encoder(dim=8), pictures(8, 8, torch.float32)
+        before, slopes = [held(n) for n in (game.G, game.G_ema, game.D, encoder)], []
+        ascend = game.optimizers["ascent"].step
+        game.optimizers["ascent"].step = lambda: (slopes.extend(p.grad.clone() for p in game.G.parameters()), ascend())
+        play(game, encoder, real, lr=0.1)
+        assert len(slopes) == len(before[0]) and max(float(g.abs().max()) for g in slopes) > 0
+        assert not any(same(n, b) for n, b in zip((game.G, game.G_ema, game.D, encoder), before))
+        assert all(not p.requires_grad and p.grad is None for p in game.G_ema.parameters())
+
+    @pytest.mark.parametrize("options, turn", [({}, False), ({"ascent": False}, False), ({"pairs": False}, False),
+                                               ({"ascent": False, "lr": 0.0}, True)])
+    def test_who_is_not(self, options, turn):
+        """Out of turn nobody but the encoder; without ascent nobody by the encoder's loss."""
+        game, encoder, real = tiny_game(**options), hardneg.Encoder(dim=8), pictures(8, 8, torch.float32)
+        before, first = [held(n) for n in (game.G, game.G_ema, game.D)], held(encoder)
+        made, sample = [], game.sample
+        game.sample = lambda *arguments: made.append(sample(*arguments)) or made[-1]
+        game.optimizers["ascent"].step = lambda: pytest.fail("an ascent")
+        for seed in range(2):
+            play(game, encoder, real, lr=0.1, seed=seed, turn=turn)
+        assert same(game.G, before[0]) and same(game.D, before[2]) and not same(encoder, first)
+        assert len(made) == 2 and not any(images.requires_grad for images, _ in made)
+        if turn:  # a mean of equals is one but for rounding
+            assert all(torch.allclose(p, b) for p, b in zip(game.G_ema.parameters(), before[1]))
+        else:
+            assert same(game.G_ema, before[1]) and all(p.grad is None for p in game.parameters())
+
+    def test_slopes_of_one_turn_are_not_added_to_the_next(self):
+        one, two = tiny_game(lr=0.0, ascent_lr=0.01).eval(), tiny_game(lr=0.0, ascent_lr=0.0).eval()
+        encoder, real = Pixels(), pictures(8, 8, torch.float32)
+        play(two, encoder, real, seed=1)
+        two.optimizers["ascent"].state.clear()
+        two.optimizers["ascent"].param_groups[0]["lr"] = 0.01
+        for game in (one, two):
+            play(game, encoder, real, seed=2)
+        assert same(one, held(two)) and not same(one, held(tiny_game()))
+
+    def test_the_generator_does_not_reach_the_encoder_within_a_step(self):
+        """Nor the encoder's step the generator: both gradients are of one forward pass."""
+        real, after = pictures(8, 8, torch.float32), []
+        for lr, settings in ((0.1, {}), (0.1, {"turn": False}), (0.0, {})):
+            torch.manual_seed(1)
+            game, encoder = tiny_game(), hardneg.Encoder(dim=8)
+            play(game, encoder, real, lr=lr, **settings)
+            after.append((encoder, game))
+        assert same(after[0][0], held(after[1][0])) and not same(after[0][0], held(after[2][0]))
+        assert same(after[0][1], held(after[2][1])) and not same(after[0][1], held(after[1][1]))
+
+    @pytest.mark.parametrize("turn", [True, False])
+    def test_the_encoder_takes_one_step(self, turn):
+        """θ − η ∂L/∂θ, of the loss that is returned."""
+        game, encoder, real = quiet(tiny_game()), hardneg.Encoder(dim=8).double(), pictures(8, 8)
+        loss = by_hand(game, encoder, real)
+        wanted = [p - 0.1 * g for p, g in
+                  zip(encoder.parameters(), torch.autograd.grad(loss, list(encoder.parameters())))]
+        found, _ = play(game, encoder, real, lr=0.1, turn=turn)
+        close(found, loss, 1e-12)
+        assert not found.requires_grad
+        for p, w in zip(encoder.parameters(), wanted):
+            close(p, w, 1e-10)
+
+    def test_the_encoder_descends_what_the_generator_ascends(self):
+        """To first order by η|g|² and, for Adam's first step, by η Σ g²/(|g| + 1e-8)."""
+        game, encoder = quiet(tiny_game(lr=0.0, ascent_lr=1e-6, momentum=1 - 1e-12)), hardneg.Encoder(dim=8).double()
+        real = pictures(8, 8)
+        before = by_hand(game, encoder, real)
+
+        def change():
+            return float((by_hand(game, encoder, real) - before).detach())
+
+        slopes = torch.autograd.grad(before, list(encoder.parameters()) + list(game.G.parameters()))
+        of_encoder, of_generator = slopes[:len(list(encoder.parameters()))], slopes[len(list(encoder.parameters())):]
+        start = copy.deepcopy(encoder.state_dict())
+        play(game, encoder, real, lr=1e-5, turn=False)
+        assert change() == pytest.approx(-1e-5 * float(sum(g.square().sum() for g in of_encoder)), rel=0.02)
+        encoder.load_state_dict(start)
+        play(game, encoder, real, lr=0.0)
+        wanted = 1e-6 * float(sum((g.square() / (g.abs() + 1e-8)).sum() for g in of_generator))
+        assert wanted > 0 and change() == pytest.approx(wanted, rel=0.02)
+
+    def test_gradient_through_views_and_encoder_to_the_generator(self):
+        """In random directions, against central differences: of G's parameters, and of the latents."""
+        game, encoder, real = quiet(tiny_game()), hardneg.Encoder(dim=8).double(), pictures(6, 8)
+        encoder.backbone.eval()
+        rng = seeded(7)
+        slopes = torch.autograd.grad(by_hand(game, encoder, real), list(game.G.parameters()))
+        start, step = held(game.G), 1e-6
+        for _ in range(4):
+            direction = [torch.randn(p.shape, generator=rng, dtype=p.dtype) for p in start]
+            values = []
+            for sign in (1, -1):
+                for p, s, d in zip(game.G.parameters(), start, direction):
+                    p.data = s + sign * step * d
+                values.append(float(by_hand(game, encoder, real).detach()))
+            wanted = (values[0] - values[1]) / (2 * step)
+            assert float(sum((g * d).sum() for g, d in zip(slopes, direction))) == pytest.approx(wanted, rel=1e-4)
+        for p, s in zip(game.G.parameters(), start):
+            p.data = s
+        z = torch.randn(3, 4, generator=rng, dtype=torch.float64)
+
+        def loss(z):
+            game.latents = lambda n, generator: torch.as_tensor(z)
+            return by_hand(game, encoder, real)
+
+        slope, = torch.autograd.grad(loss(z.requires_grad_()), z)
+        with torch.no_grad():
+            close(slope, oracle.central_difference(lambda x: float(loss(x)), numpy(z)), 1e-5, floor=1e-2)
+
+    def test_the_follower_follows_what_has_ascended(self):
+        """Eq. 7 comes after Eq. 4 and before Eq. 5, which does not touch it any more."""
+        after = {}
+        for lr in (0.0, 1e-2):
+            game, encoder = tiny_game(momentum=0.7, ascent_lr=0.01, lr=lr), Pixels()
+            for p in game.G_ema.parameters():
+                p.add_(0.1)
+            before = held(game.G_ema)
+            play(game, encoder, pictures(8, 8, torch.float32))
+            after[lr] = game
+        for old, mine, leader in zip(before, after[0.0].G_ema.parameters(), after[0.0].G.parameters()):
+            close(mine, oracle.ema(numpy(old), numpy(leader), 0.7), 1e-6)
+        assert same(after[0.0].G_ema, held(after[1e-2].G_ema)) and not same(after[0.0].G, held(after[1e-2].G))
+
+    def test_imitate_moves_first_one_and_then_the_other(self):
+        """A step of Adam for D on Eq. 5, fakes held fixed, and then one for G against the D that has moved."""
+        game, images = quiet(tiny_game(lr=0.01)), pictures(12, 8)
+        other = copy.deepcopy(game)
+        figures = game.imitate(images, seeded(5))
+        real, z = images[:8], torch.randn(8, 4, generator=seeded(5)).double()
+        d_loss = oracle.hinge_discriminator(*(numpy(other.D(x)) for x in (real, other.G(z))))
+        close(figures["d_loss"], d_loss, 1e-10)
+        close(figures["diversity"], oracle.diversity(numpy(other.G(z)), numpy(real)), 1e-6)
+        adam = [torch.optim.Adam(n.parameters(), 0.01, betas=(0.0, 0.999)) for n in (other.D, other.G)]
+        fake = other.G(z).detach()
+        ((1 - other.D(real)).clamp(min=0).mean() + (1 + other.D(fake)).clamp(min=0).mean()).backward()
+        adam[0].step()
+        g_loss = -other.D(other.G(z)).mean()
+        close(figures["g_loss"], g_loss, 1e-10)
+        g_loss.backward()
+        adam[1].step()
+        for p, q in zip(game.parameters(), other.parameters()):
+            close(p, q, 1e-10)
+        assert not any(f.requires_grad for f in figures.values())
+
+    def test_the_discriminator_is_moved_by_imitate_alone(self, monkeypatch):
+        game, encoder, real = tiny_game(), hardneg.Encoder(dim=8), pictures(8, 8, torch.float32)
+        before, given = held(game.D), []
+        monkeypatch.setattr(game, "imitate", lambda images, generator: given.append(images) or {"d_loss": 0})
+        figures = play(game, encoder, (255 * real).to(torch.uint8))[1]
+        assert same(game.D, before) and all(p.grad is None for p in game.D.parameters()) and figures["d_loss"] == 0
+        close(given[0], real, 1 / 255)
+
+    @pytest.mark.parametrize("ascent", [True, False])
+    def test_pairs_grow_less_similar_as_the_game_goes_on(self, ascent):
+        """For an encoder that stands still: G moves away from G_ema, in what the encoder makes of them."""
+        game = quiet(tiny_game(ascent=ascent, lr=0.0, ascent_lr=0.003, momentum=1 - 1e-12))
+        torch.manual_seed(1)
+        encoder, z, real = hardneg.Encoder(dim=8).double(), torch.randn(32, 4).double(), pictures(16, 8)
+        cosines, losses = [], []
+        for step in range(16):
+            if step in (0, 5, 15):
+                with torch.no_grad():
+                    one, other = (hardneg.unit(encoder(n(z))[1]) for n in (game.G, game.G_ema))
+                cosines.append(float((one * other).sum(1).mean()))
+            losses.append(float(play(game, encoder, real, seed=step % 5)[0]))  # the same views again
+        if ascent:
+            assert cosines[0] == pytest.approx(1) and cosines[1] < 0.95 and cosines[2] < cosines[1] - 0.1, cosines
+            assert np.mean(losses[10:15]) > np.mean(losses[:5]) + 0.04, losses
+        else:
+            assert cosines == pytest.approx([1, 1, 1], abs=1e-9)
+
+    @pytest.mark.parametrize("broken, what", [("encoder", "the encoder"), ("d", "the discriminator"),
+                                              ("g", "the generator")])
+    def test_nobody_is_moved_by_what_is_not_finite(self, monkeypatch, broken, what):
+        game, encoder, real = tiny_game(), hardneg.Encoder(dim=8), pictures(8, 8, torch.float32)
+        criterion = None
+        if broken == "encoder":
+            criterion = lambda *views, labels, return_stats: views[0].sum() * INF
+        else:
+            name = {"d": "hinge_discriminator", "g": "hinge_generator"}[broken]
+            monkeypatch.setattr(hardneg, name, lambda *scores: scores[0].sum() * math.nan)
+        before, d = [held(n) for n in (encoder, game.G)], held(game.D)
+        with pytest.raises(FloatingPointError, match=f"^{what} was to be updated, but its loss is (inf|-inf|nan)"):
+            if broken == "encoder":
+                play(game, encoder, real, lr=0.1, criterion=criterion)
+            else:
+                game.imitate(real, seeded(1))
+        assert same(encoder, before[0]) and same(game.G, before[1]) and same(game.D, d) == (broken != "g")
+
+    # a run
+
+    def test_pretraining_comes_first(self, fewer):
+        """In steps of whole epochs, of which the first is cut; the encoder is not touched by them."""
+        encoder, seen, training = trained(fewer, "ppcl", method="diffhard", batch_size=20, game=tiny_game(pretrain=4))
+        assert [p["step"] for p in seen] == list(range(1, 11)) and {p["steps"] for p in seen} == {10}
+        assert [p["epoch"] for p in seen] == [-2, -1, -1, -1, 0, 0, 0, 1, 1, 1] and {p["images"] for p in seen} == {20}
+        assert ["loss" in p for p in seen] == [False] * 4 + [True] * 6 and training.done == training.steps == 10
+        assert all({"d_loss", "g_loss", "diversity"} <= p.keys() for p in seen[:4])
+        untouched = held(begun(fewer).encoder)
+        encoder, seen, training = trained(fewer, "ppcl", method="diffhard", batch_size=20, until=4,
+                                          game=tiny_game(pretrain=4, momentum=0.5))
+        assert same(encoder, untouched) and training.done == 4 and training.epoch == 0
+        first = tiny_game()
+        assert not any(same(n, held(m)) for n, m in zip((training.game.G, training.game.G_ema, training.game.D),
+                                                        (first.G, first.G_ema, first.D)))
+
+    @pytest.mark.parametrize("pretrain, epochs", [(0, [0, 0, 0]), (1, [-1, 0, 0, 0]), (3, [-1] * 3 + [0] * 3),
+                                                  (7, [-3, -2, -2, -2, -1, -1, -1, 0, 0, 0])])
+    def test_pretraining_of_any_length(self, fewer, pretrain, epochs):
+        _, seen, training = trained(fewer, "ppcl", method="diffhard", batch_size=20, epochs=1,
+                                    game=tiny_game(pretrain=pretrain))
+        assert [p["epoch"] for p in seen] == epochs and ["loss" in p for p in seen] == [e >= 0 for e in epochs]
+        assert [p["step"] for p in seen] == list(range(1, pretrain + 4)) and training.pretrain == pretrain
+
+    @pytest.mark.parametrize("until, epoch, done", [(1, -1, 1), (4, 0, 4), (7, 1, 7)])
+    def test_resumes_from_anywhere(self, fewer, until, epoch, done, tmp_path):
+        """From within the pre-training, its end, and the game: networks, their statistics, all optimizers."""
+        settings = dict(loss="ppcl", method="diffhard", batch_size=20)
+        _, seen, whole = trained(fewer, **settings, game=tiny_game(pretrain=4))
+        _, _, first = trained(fewer, until=until, **settings, game=tiny_game(pretrain=4))
+        assert first.epoch == epoch and first.done == done
+        torch.save(first.state_dict(), tmp_path / "state.pt")
+        game = tiny_game(pretrain=4)
+        with torch.no_grad():
+            for p in game.parameters():
+                p.add_(1)
+        second = begun(fewer, init=1, **settings, game=game)
+        second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        again = list(second)
+        assert [p["step"] for p in again] == list(range(until + 1, 11))
+        for one, two in zip(seen[until:], again):
+            assert one.keys() == two.keys() and all(one[name] == two[name] for name in one)
+        one, two = ([x for x in tree_leaves(t.state_dict()) if torch.is_tensor(x)] for t in (whole, second))
+        assert len(one) == len(two) > 150 and all(torch.equal(x, y) for x, y in zip(one, two))
+
+    def test_turns_of_the_generator(self, fewer, monkeypatch):
+        """Every third step of the game from its first on, and in the pre-training none by the encoder's loss."""
+        game, climbed = tiny_game(pretrain=2, every=3), []
+        ascend = game.optimizers["ascent"].step
+        monkeypatch.setattr(game.optimizers["ascent"], "step", lambda: climbed.append(1) or ascend())
+        training = begun(fewer, "ppcl", method="diffhard", batch_size=12, epochs=2, game=game)
+        moved, before = [], [held(n) for n in (game.G, game.G_ema, game.D)]
+        for progress in training:
+            moved.append([not same(n, b) for n, b in zip((game.G, game.G_ema, game.D), before)])
+            before = [held(n) for n in (game.G, game.G_ema, game.D)]
+            turn = progress["step"] <= 2 or (progress["step"] - 3) % 3 == 0
+            assert moved[-1] == [turn] * 3 and ("d_loss" in progress) == turn
+        assert len(moved) == 12 and len(climbed) == 4
+
+    @pytest.mark.parametrize("recipe", hardneg.RECIPES)
+    def test_rate_of_the_ascent_is_the_recipes(self, fewer, recipe):
+        game = tiny_game(ascent_lr=0.002, lr=0.003)
+        training = begun(fewer, "ppcl", method="diffhard", batch_size=20, epochs=4, lr=0.5e-3, recipe=recipe, game=game)
+        rates = []
+        for progress in training:
+            groups = {name: o.param_groups[0] for name, o in game.optimizers.items()}
+            rates.append((groups["ascent"]["lr"] / 0.002, training.optimizer.param_groups[0]["lr"] / 0.5e-3))
+            assert groups["G"]["lr"] == groups["D"]["lr"] == 0.003 and groups["ascent"]["maximize"]
+        close(*np.array(rates[3:]).T, 1e-12)
+        assert rates[3][0] != rates[-1][0] and rates[0][0] == 1
+
+    @pytest.mark.parametrize("pairs, ascent", [(True, True), (True, False), (False, True), (False, False)])
+    def test_ablations(self, fewer, pairs, ascent):
+        game = tiny_game(pairs=pairs, ascent=ascent, lr=0.0, pretrain=0)
+        before = held(game.G)
+        encoder, seen, training = trained(fewer, "ppcl", method="diffhard", batch_size=20, game=game)
+        assert ("pair" in seen[0]) == pairs and same(game.G, before) == (not ascent) and seen[-1]["loss"].isfinite()
+        assert not same(encoder, held(begun(fewer).encoder))
+
+    @pytest.mark.parametrize("n, batch_size, images, candidates", [(60, 20, [20] * 3, (78, 78)),
+                                                                   (45, 15, [15] * 3, (56, 58)),
+                                                                   (11, 4, [4, 4, 3], (14, 14)),
+                                                                   (5, 5, [5], (16, 18))])
+    @pytest.mark.parametrize("pairs", [True, False])
+    def test_batches_of_any_size(self, fewer, monkeypatch, n, batch_size, images, candidates, pairs):
+        """An odd batch loses a generated image; candidates are those of a real anchor, as the loss sees them."""
+        found, forward = [], hardneg.ContrastiveLoss.forward
+
+        def spied(self, *views, labels, **options):
+            found.append(2 * int((labels != labels[-1]).sum()))
+            return forward(self, *views, labels=labels, **options)
+
+        monkeypatch.setattr(hardneg.ContrastiveLoss, "forward", spied)
+        some = fewer._replace(train=fewer.train[:n], train_labels=fewer.train_labels[:n])
+        _, seen, training = trained(some, "ppcl", method="diffhard", epochs=1, batch_size=batch_size,
+                                    game=tiny_game(pretrain=1, pairs=pairs, every=1))
+        assert [p["images"] for p in seen] == images[-1:] + images and all(p["loss"].isfinite() for p in seen[1:])
+        assert training.candidates == candidates[not pairs] == found[0]
+
+    def test_warns_of_a_collapse_and_of_a_sure_discriminator(self, fewer, monkeypatch, fresh_warnings):
+        """Once, with the step, and not before the encoder begins."""
+        game = tiny_game(pretrain=4)
+        make = game.G.forward
+        monkeypatch.setattr(game.G, "forward", lambda z: 0.5 + 0 * make(z))
+        monkeypatch.setattr(hardneg, "hinge_discriminator", lambda real, fake: 0 * (real.sum() + fake.sum()))
+        run = iter(begun(fewer, "ppcl", method="diffhard", batch_size=20, game=game))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                figures = next(run)
+        assert figures["diversity"] < 0.01 and figures["d_loss"] == 0
+        with pytest.warns(UserWarning) as said:
+            assert len(list(run)) == 6
+        texts = [str(w.message) for w in said if "step" in str(w.message)]
+        assert len(texts) == 2 and all(t.startswith("step 5 of 10: ") for t in texts)
+        assert "collapsed" in texts[0] and "0% as far" in texts[0] and "discriminator's loss is 0.000" in texts[1]
+
+    def test_warns_of_nothing_else(self, fewer, fresh_warnings):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _, seen, _ = trained(fewer, "ppcl", method="diffhard", batch_size=20)
+        assert min(p["diversity"] for p in seen if "diversity" in p) > 0.1
+
+    @pytest.mark.parametrize("pretrain, network, message", [
+        (4, "D", r"^step 1 of 10: the discriminator was to be updated, but its loss is nan"),
+        (4, "G", r"^step 1 of 10: the discriminator was to be updated, but its loss is nan"),
+        (0, "D", r"^step 1 of 6: the discriminator was to be updated, but its loss is nan"),
+        (0, "G", r"^step 1 of 6: the encoder was to be updated, but .*NaN.* or a rate of the game"),
+        (4, "encoder", r"^step 5 of 10: the encoder was to be updated, but .*NaN")])
+    def test_breaks_with_its_step(self, fewer, pretrain, network, message):
+        training = begun(fewer, "ppcl", method="diffhard", batch_size=20, game=tiny_game(pretrain=pretrain))
+        part = training.encoder if network == "encoder" else getattr(training.game, network)
+        with torch.no_grad():
+            next(part.parameters()).fill_(math.nan)
+        with pytest.raises(FloatingPointError, match=message):
+            list(training)
+
+    def test_a_loss_that_is_not_finite_is_not_descended(self, fewer, monkeypatch):
+        """Of the other methods too."""
+        training = begun(fewer, batch_size=20)
+        before = held(training.encoder)
+        monkeypatch.setattr(hardneg, "contrastive_loss", lambda *views, **_: (views[0].sum() * INF, {}))
+        with pytest.raises(FloatingPointError, match=r"^step 1 of 6: the encoder was to be updated, but its loss is"):
+            next(iter(training))
+        assert same(training.encoder, before)
+
+    @pytest.mark.parametrize("method", ["clae", "diffhard"])
+    def test_in_bfloat16(self, fewer, method):
+        """Autocast is for the way there: parameters, scores, figures and losses stay in float32."""
+        encoder, seen, training = trained(fewer, "ppcl", method=method, batch_size=20, epochs=1, bfloat16=True)
+        assert all(p.dtype == torch.float32 and p.isfinite().all() for p in encoder.parameters())
+        figures = [f for p in seen for f in p.values() if torch.is_tensor(f)]
+        assert len(figures) >= 15 and all(f.dtype == torch.float32 and f.isfinite() and f.ndim == 0 for f in figures)
+
+    @pytest.mark.parametrize("settings, message", [
+        (dict(game=hardneg.Game(16, 1, 2)), "^game is for images of 16 pixels; it must be for images of 8"),
+        (dict(options={"objective": "nce"}), "^criterion is of objective nce; it must be of objective ppcl")])
+    def test_training_names_what_is_off(self, fewer, settings, message):
+        with pytest.raises(ValueError, match=message):
+            begun(fewer, "ppcl", method="diffhard", **settings)
+
+    def test_without_pairs_any_objective_will_do(self, fewer):
+        _, seen, _ = trained(fewer, options={"objective": "simple"}, method="diffhard", game=tiny_game(pairs=False),
+                             epochs=1)
+        assert seen[-1]["loss"].isfinite()
+
+    def test_the_followers_weights_have_norm_one_too(self, fewer):
+        """Also while it is not used: power iterations of G's weights, averaged, would not be of the average."""
+        game = tiny_game(width=4, pretrain=60, momentum=0.99, lr=0.01)
+        trained(fewer, method="diffhard", game=game, until=60)
+        game.eval()
+        layers = [m for m in game.G_ema.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+        norms = [float(torch.linalg.svdvals(layer.weight.detach().flatten(1))[0]) for layer in layers]
+        assert len(norms) == 5 and all(0.99 < norm < 1.02 for norm in norms), norms
+
+    @pytest.mark.parametrize("pretrain", [0, 3])
+    def test_a_game_that_was_looked_at_goes_on(self, fewer, pretrain):
+        """G in eval mode would stand still in part."""
+        one, other = tiny_game(pretrain=pretrain), tiny_game(pretrain=pretrain).eval()
+        for game in (one, other):
+            trained(fewer, method="diffhard", game=game)
+        assert other.G.training and other.D.training and same(other, held(one))
+
+    def test_a_step_under_autocast_is_seen_at_once(self):
+        """Autocast keeps parameters in bfloat16 as they were when they were first used."""
+        layer, x = nn.Linear(2, 1), torch.ones(1, 2)
+        optimizer = torch.optim.SGD(layer.parameters(), 10.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            before = layer(x)
+            hardneg._descend(before.float().sum(), optimizer, "it")
+            assert float((before - layer(x)).detach()) == pytest.approx(30, rel=0.02)  # two weights and a bias, each down by 10
+
+    def test_a_game_of_the_images_size_is_made(self, fewer):
+        training = hardneg.Training(hardneg.Encoder(dim=16), fewer, hardneg.ContrastiveLoss("ppcl"), "diffhard")
+        assert training.game.size == 8 and training.game.G(training.game.latents(2)).shape == (2, 3, 8, 8)
+        assert begun(fewer, game=tiny_game()).game is None  # of no other method
+
+
 class TestEvaluation:
     """Readouts against loops and another solver; nothing evaluated is changed by it."""
 
@@ -2006,18 +2710,26 @@ class TestEvaluation:
         assert found == expected
 
 
+def begun(images, loss="simclr", options=None, init=0, **settings):
+    """A training before its first step; of a game, a small one."""
+    torch.manual_seed(init)
+    settings = dict(epochs=2, batch_size=80, lr=3e-3, bfloat16=False) | settings
+    options = options or {}
+    if settings.get("method") == "diffhard":
+        options = dict(objective="ppcl") | options
+        if "game" not in settings:
+            settings["game"] = tiny_game(images.train.shape[-1])
+    return hardneg.Training(hardneg.Encoder(dim=16), images, hardneg.ContrastiveLoss(loss, **options), **settings)
+
+
 def trained(images, loss="simclr", options=None, until=None, **settings):
     """An encoder after some steps, the last progress, the training."""
-    torch.manual_seed(0)
-    settings = dict(epochs=2, batch_size=80, lr=3e-3, bfloat16=False) | settings
-    encoder = hardneg.Encoder(dim=16)
-    training = hardneg.Training(encoder, images, hardneg.ContrastiveLoss(loss, **options or {}), **settings)
-    seen = []
+    training, seen = begun(images, loss, options, **settings), []
     for progress in training:
         seen.append(progress)
         if progress["step"] == until:
             break
-    return encoder, seen, training
+    return training.encoder, seen, training
 
 
 def same_weights(one, other):
@@ -2035,7 +2747,8 @@ class TestTraining:
     @pytest.mark.parametrize("method", hardneg.METHODS)
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
     def test_every_loss_takes_a_step(self, few, loss, method):
-        encoder, seen, _ = trained(few, loss, until=2, method=method)
+        until = 2 + TINY_GAME["pretrain"] * (method == "diffhard")
+        encoder, seen, _ = trained(few, loss, until=until, method=method, batch_size=40)
         assert seen[-1]["loss"].isfinite() and all(p.isfinite().all() for p in encoder.parameters())
 
     def test_repeats_by_seed(self, few):
@@ -2049,12 +2762,10 @@ class TestTraining:
         whole, _, _ = trained(few, **settings)
         _, _, first = trained(few, until=3, **settings)
         torch.save(first.state_dict(), tmp_path / "state.pt")
-        torch.manual_seed(1)
-        second = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), batch_size=80,
-                                  lr=3e-3, bfloat16=False, **settings)
+        second = begun(few, init=1, **settings)
         second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
         steps = [progress["step"] for progress in second]
-        assert steps == [4, 5, 6] and same_weights(whole, second.encoder)
+        assert steps == [4, 5, 6, 7, 8, 9][:second.steps - 3] and same_weights(whole, second.encoder)
 
     def test_every_image_once_an_epoch_in_batches_of_one_size(self, few):
         _, seen, _ = trained(few, epochs=1, batch_size=70)
@@ -2108,8 +2819,8 @@ class TestTraining:
         for name in hardneg.RECIPES:
             training = hardneg.Training(hardneg.Encoder(dim=16), few, hardneg.ContrastiveLoss(), recipe=name,
                                         epochs=100, batch_size=240, lr=1.0)
-            training._step = lambda step, *_, t=training: t.recipe["rate"](step / t.steps, 1 / t.steps)
-            rates[name] = np.array(list(training))
+            training._step = lambda step, *_, t=training: {"rate": t.recipe["rate"](step / t.steps, 1 / t.steps)}
+            rates[name] = np.array([seen["rate"] for seen in training])
         assert (np.unique(rates["sgd"].round(6)) == [0.01, 0.1, 1]).all()
         assert [(rates["sgd"] == rate).sum() for rate in (1, 0.1)] == [80, 15]
         assert rates["adamw"].argmax() == 9 and rates["adamw"][0] == pytest.approx(0.1, rel=0.01)
@@ -2139,12 +2850,78 @@ class TestTraining:
         with pytest.raises(FloatingPointError, match=r"step 1 of 6.*NaN.*lr"):
             next(iter(training))
 
+    @pytest.mark.parametrize("bound", [1e-3, 0.1])
+    def test_clae_moves_the_second_view_against_the_encoder(self, bound):
+        """By ± bound along the sign of the loss's slope, which is taken by central differences, and within [0, 1]."""
+        torch.manual_seed(0)
+        layer, images = nn.Linear(48, 3).double(), pictures(3, 4).clamp(0.05, 0.95).round(decimals=1)
+        seen, sloped, criterion = [], [], hardneg.ContrastiveLoss(temperature=0.2)
+
+        def encoder(x):
+            seen.append(x.detach().clone())
+            sloped.append(x.requires_grad)
+            return x, torch.tanh(layer(x.flatten(1)))
+
+        loss, stats = hardneg.clae_step(encoder, images, criterion, seeded(4), bound, {"jitter": 0.5},
+                                        return_stats=True, temperature=0.7)
+        assert all(p.grad is None for p in layer.parameters()) and sloped == [True, False]
+        (first, second), harder = seen[0].chunk(2), seen[1]
+        generator = seeded(4)
+        views = [hardneg.view(images, generator, jitter=0.5) for _ in range(2)]
+        assert torch.equal(first, views[0]) and torch.equal(second, views[1])
+
+        def said(x, y):
+            z = torch.tanh(layer(torch.cat([x, torch.as_tensor(y)]).flatten(1)))
+            return hardneg.contrastive_loss(*z.chunk(2), temperature=0.7)
+
+        with torch.no_grad():
+            slope = oracle.central_difference(lambda y: float(said(first, y)), numpy(second))
+            close(harder, oracle.perturbed(numpy(second), np.where(np.abs(slope) > 1e-8, slope, 0), bound), 1e-12)
+            clean, hard = said(first, second), said(first, harder)
+        assert 0 <= harder.min() and harder.max() <= 1 and np.abs(slope).min() > 1e-8
+        assert ((harder - second).abs() < bound - 1e-9).any()  # something was clipped
+        close(loss, (clean + hard) / 2, 1e-12)
+        want = torch.autograd.grad((said(first, second) + said(first, harder)) / 2, list(layer.parameters()))
+        for got, wanted in zip(torch.autograd.grad(loss, list(layer.parameters())), want):
+            close(got, wanted, 1e-10)
+        close(stats["positive"], hardneg.contrastive_loss(
+            *torch.tanh(layer(torch.cat(views).flatten(1))).chunk(2), return_stats=True)[1]["positive"], 1e-12)
+        if bound < 0.01:  # to first order every pixel adds its slope
+            assert float(hard - clean) == pytest.approx(float(((harder - second).numpy() * slope).sum()), rel=0.02)
+        assert hard > clean
+
+    def test_clae_is_at_a_standstill_where_the_loss_is_flat(self):
+        """The sign of 0 is 0: an encoder that is blind to some pixels has them left alone."""
+        seen = []
+
+        def encoder(x):
+            seen.append(x.detach())
+            return x, x[:, 0].flatten(1)
+
+        loss = hardneg.clae_step(encoder, pictures(3, 4), hardneg.ContrastiveLoss(), seeded(4), 0.02)
+        second, harder = seen[0].chunk(2)[1], seen[1]
+        assert torch.equal(second[:, 1:], harder[:, 1:]) and not torch.equal(second[:, 0], harder[:, 0])
+        assert loss.ndim == 0
+
+    def test_clae_in_training(self, few, monkeypatch):
+        """With the bound that was given, uint8 images, and statistics when they are wanted."""
+        given, step = [], hardneg.clae_step
+        monkeypatch.setattr(hardneg, "clae_step", lambda *arguments, **options: given.append(
+            (arguments[4], options["return_stats"])) or step(*arguments, **options))
+        encoder, seen, training = trained(few, method="clae", bound=0.2, batch_size=20, epochs=1)
+        assert given == [(0.2, True)] * 12 and training.candidates == 38 and "ess" in seen[0]
+        assert not same_weights(encoder, begun(few).encoder)
+
     @pytest.mark.parametrize("settings, name", [(dict(epochs=0), "epochs"), (dict(batch_size=1), "batch_size"),
                                                 (dict(lr=0), "lr"), (dict(method="moco"), "method"),
                                                 (dict(recipe="lars"), "recipe"),
                                                 (dict(method="bank", momentum=1.0), "momentum"),
                                                 (dict(method="queue", momentum=1.0), "momentum"),
                                                 (dict(method="queue", queue_size=0), "queue_size"),
+                                                (dict(method="clae", bound=0.0), "bound"),
+                                                (dict(method="clae", bound=1.0), "bound"),
+                                                (dict(method="diffhard", batch_size=3), "batch_size"),
+                                                (dict(method="diffhard", true_positives=True), "true_positives"),
                                                 (dict(method="bank", true_positives=True), "true_positives")])
     def test_names_what_is_off(self, few, settings, name):
         with pytest.raises(ValueError, match=name):
@@ -2188,6 +2965,9 @@ def quit_with(arguments, capsys):
     return f"{stop.value.code} {capsys.readouterr().err}"
 
 
+GAME_FLAGS = ["--pretrain", "3", "--every", "1", "--width", "2", "--latent", "4"]
+
+
 class TestCommandLine:
     """train.py as a person uses it, mistakes and Ctrl-C included."""
 
@@ -2215,12 +2995,15 @@ class TestCommandLine:
             ("log(2B − 1)" in out) == (loss in ("simclr", "debiased", "hcl", "ot", "ppcl"))
 
     @pytest.mark.parametrize("method", [["--method", "bank", "--loss", "hard-simple", "--top-k", "9"],
-                                        ["--method", "queue", "--recipe", "sgd", "--queue-size", "50"]])
+                                        ["--method", "queue", "--recipe", "sgd", "--queue-size", "50"],
+                                        ["--method", "clae", "--bound", "0.01"],
+                                        ["--method", "diffhard", "--loss", "hcl", *GAME_FLAGS]])
     def test_other_methods_killed_and_resumed(self, method, tmp_path, small_shapes, monkeypatch, capsys):
         command = [*method, "--epochs", "2", "--fraction", "0.1", "--batch-size", "40"]
         train.main([*command, "--out", str(tmp_path / "whole")])
         said = capsys.readouterr().out
-        assert "log(N + 1) = log(51)" in said if "queue" in method else "top_k goes from 79 to 9" in said
+        assert {"bank": "top_k goes from 79 to 9", "queue": "log(N + 1) = log(51)", "clae": "log(2B − 1) = log(79)",
+                "diffhard": "log(N + 1) = log(159)"}[method[1]] in said
         step = hardneg.Training._step
 
         def interrupted(self, number, *arguments):
@@ -2236,6 +3019,46 @@ class TestCommandLine:
         assert "resumed after epoch 1 of 2" in capsys.readouterr().out
         whole, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "cut"))
         assert all(whole[k] == cut[k] for k in ("linear", "knn", "uniformity", "tolerance", "untrained", "raw"))
+
+    def test_a_game_killed_in_its_pre_training(self, tmp_path, small_shapes, monkeypatch, capsys):
+        command = ["--method", "diffhard", "--epochs", "2", "--fraction", "0.1", "--batch-size", "40", *GAME_FLAGS]
+        train.main([*command, "--out", str(tmp_path / "whole")])
+        step = hardneg.Training._pretrain_step
+        calls = []
+
+        def interrupted(self, index):
+            calls.append(index)
+            if len(calls) == 3:  # of three, where an epoch has two, so that the first had one
+                raise KeyboardInterrupt
+            return step(self, index)
+
+        monkeypatch.setattr(hardneg.Training, "_pretrain_step", interrupted)
+        assert "the same command goes on" in quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
+        monkeypatch.setattr(hardneg.Training, "_pretrain_step", step)
+        train.main([*command, "--out", str(tmp_path / "cut")])
+        assert "resumed after step 1 of 3 of the pre-training" in capsys.readouterr().out
+        whole, cut = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("whole", "cut"))
+        assert all(whole[k] == cut[k] for k in ("linear", "knn", "uniformity", "tolerance", "game"))
+        assert set(whole["game"]) == {"first_epoch", "last_epoch"} and "diversity" in whole["game"]["last_epoch"]
+        for folder in ("whole", "cut"):
+            pictures = [tmp_path / folder / f"pairs-{when}.png" for when in ("start", "middle", "end")]
+            assert all(picture.stat().st_size > 10000 for picture in pictures)
+
+    def test_evaluate_a_run_on_other_images(self, tmp_path, small_shapes, capsys):
+        train.main(["--epochs", "1", "--fraction", "0.2", "--batch-size", "40", "--out", str(tmp_path / "run")])
+        results = json.loads((tmp_path / "run" / "results.json").read_text())
+        capsys.readouterr()
+        train.main(["--evaluate", str(tmp_path / "run"), "--fraction", "0.2"])  # on the same: the same
+        assert "of training on shapes" in capsys.readouterr().out
+        again = json.loads((tmp_path / "run" / "evaluate-shapes-0.2.json").read_text())
+        assert all(again[k] == results[k] for k in ("linear", "knn", "uniformity", "tolerance", "untrained", "raw"))
+        write_images(tmp_path / "other", per_class=10, size=(48, 48))
+        train.main(["--evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "other")])
+        said = capsys.readouterr().out
+        assert "32 × 32 pixels" in said and "trained encoder" in said and "evaluate-other.json" in said
+        other = json.loads((tmp_path / "run" / "evaluate-other.json").read_text())
+        assert other["trained_on"] == "shapes" and other["epochs"] == 1 and other["data"] == str(tmp_path / "other")
+        assert "--evaluate: there is no" in quit_with(["--evaluate", str(tmp_path)], capsys)
 
     def test_pictures_of_a_finished_run(self, tmp_path, small_shapes, capsys):
         command = ["--epochs", "1", "--fraction", "0.1", "--batch-size", "40", "--out", str(tmp_path)]
@@ -2285,6 +3108,8 @@ class TestCommandLine:
         (["--resume", "--out", "no-such-run"], "--resume: there is no"), (["--beta", "1", "--lr", "nan"], "lr is nan"),
         (["--top-k", "0"], "top_k is 0"), (["--method", "bank", "--momentum", "1"], "momentum is 1"),
         (["--method", "bank", "--true-positives"], "true_positives is True"),
+        (["--method", "diffhard", "--every", "0"], "every is 0"), (["--method", "clae", "--bound", "0"], "bound is 0"),
+        (["--method", "diffhard", "--width", "0"], "width is 0"), (["--method", "diffhard", "--size", "40"], "size is 40"),
         (["--device", "abacus"], "abacus"), (["--out", "train.py/run"], "train.py/run")])
     def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
         assert complaint in quit_with(arguments, capsys)

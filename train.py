@@ -1,7 +1,8 @@
 """Train an encoder without labels, and see what it has learned: python train.py --loss hard --alpha 0.3
 
 A progress bar, then a table of how well the features of the raw pixels, of the untrained and of the trained encoder
-tell the classes apart; results.json, curves.png and the checkpoint lie in the folder of --out.
+tell the classes apart; results.json, curves.png and the checkpoint lie in the folder of --out. With --evaluate RUN
+nothing is trained: the table is that of the encoder of such a folder on the images of --data.
 """
 import argparse
 import json
@@ -34,10 +35,11 @@ def arguments(argv=None):
     flag = argparse.BooleanOptionalAction
 
     group = parser.add_argument_group("the loss")
-    group.add_argument("--loss", default="hcl", choices=hardneg.PRESETS, help="a preset of weights and objective")
+    group.add_argument("--loss", choices=hardneg.PRESETS,
+                       help="a preset of weights and objective; None: hcl, with --method diffhard ppcl")
     group.add_argument("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives, instead of the loss's own")
     group.add_argument("--objective", choices=hardneg.OBJECTIVES,
-                       help="what is done with them, instead of the loss's own")
+                       help="what is done with them, instead of the loss's own; None, in a game of pairs: ppcl")
     group.add_argument("--temperature", type=float, default=0.3, metavar="t", help="divides cosines, above 0")
     group.add_argument("--margin", type=float, default=0.0, metavar="M",
                        help="of triplet, in the unit of a squared distance, 0 or more")
@@ -72,17 +74,22 @@ def arguments(argv=None):
     group.add_argument("--fraction", type=float, default=1.0, metavar="F",
                        help="share of each class's training images to use, in (0, 1]; the same ones for every seed")
     group.add_argument("--size", type=int, metavar="S",
-                       help="side in pixels that a folder's images are brought to; None: that of the first one, if it "
-                            "is square and at most 96")
+                       help="side in pixels that images are brought to; None: their own, of a folder that of the first one "
+                            "if it is square and at most 96")
 
     group = parser.add_argument_group("training")
     group.add_argument("--method", default="simclr", choices=hardneg.METHODS,
                        help="where the candidates come from: simclr, the batch; bank, a row for every training image "
-                            "[4]; queue, earlier batches as a slow copy of the encoder sees them")
+                            "[4]; queue, earlier batches as a slow copy of the encoder sees them; clae, the batch and "
+                            "views perturbed against the encoder; diffhard, the batch and images generated against "
+                            "the encoder [3]")
     group.add_argument("--momentum", type=float, metavar="M",
-                       help="of the bank's rows, None: 0.5; of the queue's slow encoder, None: 0.99; in [0, 1)")
+                       help="of the bank's rows, None: 0.5; of the queue's slow encoder and of the slow generator, None: "
+                            "0.99; in [0, 1)")
     group.add_argument("--queue-size", type=int, default=4096, metavar="K",
                        help="embeddings that the queue remembers, fewer than there are images")
+    group.add_argument("--bound", type=float, default=0.015, metavar="P",
+                       help="of clae: the largest change of a pixel, where 1 is white")
     group.add_argument("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     adamw, sgd = (hardneg.RECIPES[name] for name in ("adamw", "sgd"))
 
@@ -107,7 +114,31 @@ def arguments(argv=None):
     group.add_argument("--resume", action=flag,
                        help="go on from the last epoch saved in DIR, or begin anew; None: go on with a run of the same "
                             "options that was stopped")
+    group = parser.add_argument_group("diffhard [3]", "--no-pairs: its G+Hard; --no-ascent: its G+Pos; both: CL-GAN")
+    group.add_argument("--pairs", action=flag, default=True,
+                       help="two images of each latent, by the generator and its slow follower, are positives")
+    group.add_argument("--ascent", action=flag, default=True, help="the generator ascends the encoder's loss")
+    group.add_argument("--pretrain", type=int, default=300, metavar="M",
+                       help="steps of generator and discriminator before the encoder begins, 0 or more")
+    group.add_argument("--every", type=int, default=4, metavar="n",
+                       help="steps of the encoder for each of the generator's, at least 1")
+    group.add_argument("--width", type=int, default=16, metavar="W",
+                       help="channels of generator and discriminator at full size: 16 for a CPU, 64 for a GPU")
+    group.add_argument("--latent", type=int, default=64, metavar="L", help="dimensions of a latent")
+    group.add_argument("--gan-lr", type=float, default=4e-4, metavar="LR",
+                       help="learning rate of generator and discriminator")
+    group.add_argument("--ascent-lr", type=float, default=1e-4, metavar="LR",
+                       help="highest learning rate of the ascent: the higher, the harder the images, and the less like "
+                            "real ones")
+    group = parser.add_argument_group("evaluation")
+    group.add_argument("--evaluate", type=Path, metavar="RUN",
+                       help="train nothing: how well the encoder of this run's folder does on the images of --data")
     args = parser.parse_args(argv)
+    if args.loss is None:
+        args.loss = "ppcl" if args.method == "diffhard" else "hcl"
+    nce = hardneg.PRESETS[args.loss][1] == "nce"
+    if args.objective is None and args.method == "diffhard" and args.pairs and nce:  # its weights, on pairs
+        args.objective = "ppcl"
     if args.out is None:
         args.out = Path("runs") / f"{Path(args.data).name}-{args.method}-{args.loss}-{args.seed}"
     return args
@@ -116,8 +147,10 @@ def arguments(argv=None):
 def main(argv=None):
     args = arguments(argv)
     try:
-        run(args)
+        run(args) if args.evaluate is None else transfer(args)
     except KeyboardInterrupt:
+        if args.evaluate:
+            sys.exit("\nStopped.")
         saved = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
         sys.exit(f"\nStopped; {'the same command goes on from the last epoch' if saved else 'no epoch was finished'}.")
     except (ValueError, RuntimeError, FloatingPointError, OSError) as error:  # of arguments, data, a loss, a disk
@@ -132,21 +165,27 @@ def run(args):
     criterion = hardneg.ContrastiveLoss(args.loss, **options)
     print(f"reading {args.data} …", flush=True)
     images = hardneg.load(args.data, args.root, args.size, args.fraction).to(device)
-    encoder = hardneg.Encoder(args.encoder, size=images.train.shape[-1]).to(device)
-    view_options = {"blur": 0.5} if images.train.shape[-1] > 64 else {}  # blurred, small images lose what they show
+    size = images.train.shape[-1]
+    encoder = hardneg.Encoder(args.encoder, size=size).to(device)
+    game = None
+    if args.method == "diffhard":
+        game = hardneg.Game(size, args.width, args.latent, args.pairs, args.ascent,
+                            0.99 if args.momentum is None else args.momentum, args.pretrain, args.every,
+                            lr=args.gan_lr, ascent_lr=args.ascent_lr)
+    view_options = {"blur": 0.5} if size > 64 else {}  # blurred, small images lose what they show
     training = hardneg.Training(encoder, images, criterion, args.method, args.momentum, args.queue_size, args.recipe,
                                 args.epochs, args.batch_size, args.lr, args.weight_decay, {}, view_options,
-                                args.true_positives, seed=args.seed)
+                                args.true_positives, seed=args.seed, bound=args.bound, game=game)
     training.schedules = schedules(args, training)
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-          f"{len(images.classes)} classes, {images.train.shape[-1]} × {images.train.shape[-1]} pixels, on {device}")
+          f"{len(images.classes)} classes, {size} × {size} pixels, on {device}")
     print(criterion)
     for name, schedule in training.schedules.items():
         print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; "
               f"{'--no-anneal' if name == 'beta' else '--no-lead-in'} keeps it at {getattr(args, name):g}")
 
-    same = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "device", "root", "pictures")}
-    state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None}
+    same = {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_RUN}
+    state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None, "size": size}
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
         raise ValueError(f"--out: {args.out} cannot be written to")
@@ -159,6 +198,37 @@ def run(args):
     report(args, state, trained, training)
     if args.pictures:
         draw_pictures(args, state, trained, training)
+
+
+NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate")  # options that change no number of it
+
+
+def transfer(args):
+    """The encoder of a run's folder, on other images: only the readout is trained ([3] Tables 3, 4)."""
+    path = args.evaluate / "checkpoint.pt"
+    if not path.exists():
+        raise ValueError(f"--evaluate: there is no {path}; RUN is the folder of a run, such as {args.out}")
+    state = read_checkpoint(path, args.device)
+    name, size = state["args"]["encoder"], state.get("size", args.size)
+    if size is None:
+        raise ValueError(f"--size: {path} does not say the size of its images; name it")
+    torch.manual_seed(state["args"]["seed"])  # as in run: the weights that training began with
+    encoder = hardneg.Encoder(name, size=size).to(args.device)
+    print(f"reading {args.data} …", flush=True)
+    images = hardneg.load(args.data, args.root, size, args.fraction).to(args.device)
+    print(f"{args.data}: {len(images.train)} images for the readout, {len(images.test)} to test, "
+          f"{len(images.classes)} classes, {size} × {size} pixels; {name} of {args.evaluate}, after "
+          f"{max(0, state['training']['epoch'])} epochs of training on {state['args']['data']}", flush=True)
+    rows = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
+    encoder.load_state_dict(state["training"]["encoder"])
+    rows["trained"] = hardneg.evaluate(encoder, images)
+    print_table(rows)
+    results = {"run": str(args.evaluate), "trained_on": state["args"]["data"], "epochs": state["training"]["epoch"],
+               "data": args.data, "fraction": args.fraction, **as_json(rows), "versions": versions()}
+    share = f"-{args.fraction:g}" if args.fraction < 1 else ""
+    path = args.evaluate / f"evaluate-{Path(args.data).name}{share}.json"
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"saved in {path}")
 
 
 def schedules(args, training):
@@ -184,10 +254,7 @@ def restore(args, training, same):
         if args.resume:
             raise ValueError(f"--resume: there is no {path}")
         return begin_anew(path, results)
-    try:
-        state = torch.load(path, map_location=args.device, weights_only=True)
-    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); --no-resume begins anew") from error
+    state = read_checkpoint(path, args.device, "; --no-resume begins anew")
     other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same[k]]
     if results.exists() and not args.resume:  # that run was finished
         return begin_anew(path, results)
@@ -195,8 +262,17 @@ def restore(args, training, same):
         raise ValueError(f"{path} is of a run with other options: {', '.join(other)}. --no-resume discards it, --out "
                          "names another folder")
     training.load_state_dict(state["training"])
-    print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
+    place = (f"epoch {training.epoch} of {training.epochs}" if training.epoch >= 0 else
+             f"step {training.done} of {training.pretrain} of the pre-training")
+    print(f"resumed after {place} (--no-resume begins anew)")
     return state
+
+
+def read_checkpoint(path, device, advice=""):
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read ({error}){advice}") from error
 
 
 def begin_anew(*leftovers):
@@ -208,24 +284,34 @@ def learn(args, training, state, same):
     """Train to the end, with a progress bar; everything needed to go on is saved after each epoch."""
     if chance := chance_level(training):
         print(f"chance, all similarities equal: {chance}")
-    bar = tqdm(total=training.steps, initial=training.epoch * training.batches, unit="step", dynamic_ncols=True)
+    bar = tqdm(total=training.steps, initial=training.done, unit="step", dynamic_ncols=True)
     sums, start, last = {}, time.perf_counter(), time.perf_counter()
-    images = 0
+    images, epoch = 0, training.epoch
+    if epoch == 0 and training.game:
+        draw_pairs(args, training)
     for progress in training:
         images += progress["images"]
-        for name in progress.keys() & {"loss", "positive", "negative", "ess", "clamped"}:
+        for name in progress.keys() & FIGURES:
             sums.setdefault(name, []).append(progress[name])
         bar.update()
         now = time.perf_counter()
         if now - last > 0.2 or progress["step"] == training.steps:
             last = now
-            bar.set_postfix_str(f"loss {float(progress['loss']):.3f}, {images / (now - start):.0f} images/s")
-        if progress["step"] % training.batches == 0:
-            state["history"].append({name: float(torch.stack(values).mean()) for name, values in sums.items()})
+            bar.set_postfix_str(f"loss {float(progress['loss']):.3f}, {images / (now - start):.0f} images/s"
+                                if "loss" in progress else "generator and discriminator alone")
+        if training.epoch > epoch:
+            epoch = training.epoch
+            state["history"].append({"epoch": epoch, **{name: float(torch.stack(values).mean())
+                                                        for name, values in sums.items()}})
             state["seconds"] += time.perf_counter() - start
+            if training.game:
+                draw_pairs(args, training)
             save(args.out / "checkpoint.pt", {**state, "args": same, "training": training.state_dict()})
             sums, start, images = {}, time.perf_counter(), 0
     bar.close()
+
+
+FIGURES = {"loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity"}
 
 
 def chance_level(training):
@@ -233,7 +319,8 @@ def chance_level(training):
     o, n = training.criterion.resolved, training.candidates
     if o.objective not in ("nce", "ppcl") or o.weights == "top":
         return None
-    return f"log({'2B − 1' if training.method == 'simclr' else 'N + 1'}) = log({n + 1}) = {math.log(n + 1):.2f}"
+    said = "N + 1" if training.bank or training.game else "2B − 1"
+    return f"log({said}) = log({n + 1}) = {math.log(n + 1):.2f}"
 
 
 def save(path, state):
@@ -243,34 +330,59 @@ def save(path, state):
 
 
 def report(args, state, trained, training):
-    raw, untrained = state["before"]["raw"], state["before"]["untrained"]
-    print(f"\n{'':18}{'linear %':>10}{'kNN %':>10}{'uniformity':>12}{'tolerance':>12}")
-    for name, row in (("raw pixels", raw), ("untrained encoder", untrained), ("trained encoder", trained)):
-        print(f"{name:18}{row['linear']:10.1f}{row['knn']:10.1f}{row['uniformity']:12.2f}{row['tolerance']:12.2f}")
-    short = [{k: round(row[k], 2) for k in ("linear", "knn")} for row in (untrained, raw)]
+    rows = {**state["before"], "trained": trained}
+    print_table(rows)
     results = {"loss": args.loss, "method": args.method, "data": args.data, "seed": args.seed,
                "epochs": training.epochs, "seconds": round(state["seconds"], 1),
                "images_per_second": round(len(training.images.train) * training.epochs / state["seconds"], 1),
-               **{k: None if math.isnan(v) else round(v, 4) for k, v in trained.items()},
-               "untrained": short[0], "raw": short[1],
-               "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-               "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                            "torchvision": torchvision.__version__}}
+               **as_json(rows), "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+               "versions": versions()}
+    if training.game:
+        played = [h for h in state["history"] if "pair" in h or "diversity" in h and h["epoch"] > 0]
+        results["game"] = {when: {k: round(h[k], 4) for k in sorted(h.keys() & FIGURES)}
+                           for when, h in (("first_epoch", played[0]), ("last_epoch", played[-1]))}
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     draw_curves(args.out / "curves.png", state["history"])
+    pairs = ", pairs-*.png" if training.game else ""
     print(f"{state['seconds']:.0f} s of training, {results['images_per_second']:.0f} images/s; "
-          f"results.json, curves.png and checkpoint.pt are in {args.out}/")
+          f"results.json, curves.png{pairs} and checkpoint.pt are in {args.out}/")
+
+
+def print_table(rows):
+    print(f"\n{'':18}{'linear %':>10}{'kNN %':>10}{'uniformity':>12}{'tolerance':>12}")
+    names = {"raw": "raw pixels", "untrained": "untrained encoder", "trained": "trained encoder"}
+    for name, row in rows.items():
+        print(f"{names[name]:18}{row['linear']:10.1f}{row['knn']:10.1f}{row['uniformity']:12.2f}"
+              f"{row['tolerance']:12.2f}")
+
+
+def as_json(rows):
+    """The trained encoder's row, and the accuracies of the others."""
+    others = {name: {k: round(rows[name][k], 2) for k in ("linear", "knn")} for name in ("untrained", "raw")}
+    return {**{k: None if math.isnan(v) else round(v, 4) for k, v in rows["trained"].items()}, **others}
+
+
+def versions():
+    return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__}
 
 
 def draw_curves(path, history):
-    epochs = range(1, len(history) + 1)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    left.plot(epochs, [h["loss"] for h in history])
-    left.set(xlabel="epoch", ylabel="loss", title="loss, mean of each epoch")
-    right.plot(epochs, [h["positive"] for h in history], label="positives")
-    right.plot(epochs, [h["negative"] for h in history], label="negatives")
-    right.set(xlabel="epoch", ylabel="mean cosine", title="views of one image, and of others", ylim=(-1.05, 1.05))
-    right.legend()
+    panels = [("loss", "loss, mean of each epoch", {"loss": None}),
+              ("mean cosine", "views of one image, and of others",
+               {"positive": "positives", "negative": "negatives", "pair": "G(z) and its follower's"}),
+              ("", "the game, with its pre-training",
+               {"d_loss": "loss of D", "g_loss": "loss of G", "diversity": "diversity"})]
+    panels = panels[:2 + any("d_loss" in h for h in history)]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.2), layout="constrained")
+    for axis, (unit, title, curves) in zip(axes, panels):
+        for name, label in curves.items():
+            points = [(h["epoch"], h[name]) for h in history if name in h]
+            if points:
+                axis.plot(*zip(*points), label=label)
+        axis.set(xlabel="epoch", ylabel=unit, title=title)
+    axes[1].set(ylim=(-1.05, 1.05))
+    for axis in axes[1:]:
+        axis.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -309,6 +421,39 @@ def draw_pictures(args, state, trained, training):
         for name, (draw, *given) in drawn.items():
             draw(out / name, *given)
     print(f"{', '.join(drawn)} are in {out}/, each with a caption")
+
+
+def draw_pairs(args, training, columns=12):
+    """Images of the same latents by G and by its follower, when the game starts, in its middle and at its end."""
+    when = {training.epochs: "end", training.epochs // 2: "middle", 0: "start"}.get(training.epoch)
+    if when is None:
+        return
+    game, device = training.game, training.images.train.device
+    z = game.latents(2 * columns, torch.Generator(device).manual_seed(args.seed))  # the same for every picture
+    game.eval()  # so that to look changes nothing
+    with torch.no_grad():
+        made = [G(z) for G in (game.G, game.G_ema)]
+    game.train()
+    cosine = (hardneg.embed(training.encoder, made[0])[1] * hardneg.embed(training.encoder, made[1])[1]).sum(1).mean()
+    apart = (made[0] - made[1]).abs().mean()
+    rows = torch.stack([x.unflatten(0, (2, columns)) for x in made], 1).flatten(0, 1)       # G, G_ema, G, G_ema
+    sheet = torch.cat([torch.cat(list(row), 2) for row in rows], 1).permute(1, 2, 0)
+    role = ("the encoder learns to take the two for one" if game.pairs else
+            "in this run the encoder sees the upper ones alone, as images of their own")
+    with plt.rc_context(STYLE):
+        figure, axis = plt.subplots(figsize=(9, 4.2))
+        axis.imshow(sheet.cpu().numpy())
+        side = made[0].shape[-1]
+        axis.set_yticks([side * (k + 0.5) for k in range(4)], ["G(z)", "G_ema(z)"] * 2)
+        axis.set_xticks([])
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+        axis.axhline(2 * side - 0.5, color="white", linewidth=4)
+        save_picture(args.out / f"pairs-{when}.png", figure,
+                     f"Generated pairs at the {when} of the game: mean cosine {cosine:.2f}", f"""
+            {2 * columns} latents, the same in every such picture, after {training.epoch} of {training.epochs} epochs:
+            above, the image by the generator, below, that by its slow follower; {role}. The cosine is of their
+            embeddings, without views; their pixels, from 0 to 1, differ by {apart:.3f} on average.""")
 
 
 def save_picture(path, figure, title, caption):

@@ -15,6 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import train  # noqa: E402
+
 COMMON = ["--fraction", "0.4", "--epochs", "10", "--lr", "0.003"]
 METHODS = {
     "simclr": ["--temperature", "0.2"],
@@ -27,19 +30,28 @@ METHODS = {
 SEEDS = (0, 1, 2)
 
 
-def run(data, out, method, seed, threads):
-    folder = out / f"{method}-{seed}"
+def run(data, folder, options, threads):
+    """The results of train.py with these options; they are taken from the folder if they are there."""
+    options = ["--data", data, *options, "--out", str(folder)]
     if not (folder / "results.json").exists():
-        command = [sys.executable, HERE.parent / "train.py", "--data", data, "--loss", method, *METHODS[method],
-                   *COMMON, "--seed", str(seed), "--out", folder]
-        log = subprocess.run(command, capture_output=True, text=True,
+        log = subprocess.run([sys.executable, HERE.parent / "train.py", *options], capture_output=True, text=True,
                              env={**os.environ, "OMP_NUM_THREADS": str(threads)})
         if log.returncode:
-            raise RuntimeError(f"{method}, seed {seed}: {log.stderr[-500:]}")
+            raise RuntimeError(f"{folder}: {log.stderr[-500:]}")
     results = json.loads((folder / "results.json").read_text())
+    wanted = json.loads(json.dumps(vars(train.arguments(options)), default=str))
+    if any(results["options"].get(k, v) != v for k, v in wanted.items() if k not in ("data", "out", "device")):
+        raise RuntimeError(f"{folder} holds a run of other options: remove it, or name another --out")
+    print(f"{folder.name:24} {results['linear']:.2f} %", flush=True)
     results["options"] = {k: v for k, v in results["options"].items() if k not in ("data", "root", "out")}
-    print(f"{method:12} seed {seed}: {results['linear']:.2f} %", flush=True)
-    return {**results, "data": "CIFAR-10, 20 000 images"}
+    return results
+
+
+def in_parallel(job, todo, jobs):
+    """Some at a time, each with its share of the cores."""
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda some: job(*some, threads), todo))
 
 
 def table(results):
@@ -65,10 +77,12 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/cifar10"), help="where the runs go")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
     args = parser.parse_args()
-    threads = max(1, (os.cpu_count() or 1) // args.jobs)
-    todo = [(method, seed) for seed in SEEDS for method in METHODS]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda job: run(args.data, args.out, *job, threads), todo))
+
+    def one(method, seed, threads):
+        options = ["--loss", method, *METHODS[method], *COMMON, "--seed", str(seed)]
+        return {**run(args.data, args.out / f"{method}-{seed}", options, threads), "data": "CIFAR-10, 20 000 images"}
+
+    results = in_parallel(one, [(method, seed) for seed in SEEDS for method in METHODS], args.jobs)
     (HERE / "cifar10.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
 

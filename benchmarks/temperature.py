@@ -9,11 +9,7 @@ benchmarks/temperature.json, the table of accuracy, uniformity and tolerance, an
 """
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -21,9 +17,8 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import train  # noqa: E402
+from cifar10 import HERE, in_parallel, run  # noqa: E402
+
 COMMON = ["--fraction", "0.2", "--epochs", "12", "--batch-size", "128", "--lr", "0.002"]
 TEMPERATURES = (0.07, 0.2, 0.3, 0.5, 0.7, 1.0)
 LOSSES = {  # loss: (its name in [4], options, whether it has a temperature, colour)
@@ -34,24 +29,6 @@ LOSSES = {  # loss: (its name in [4], options, whether it has a temperature, col
 }
 FIGURES = ("linear", "uniformity", "tolerance")
 RUNS = [(loss, t) for loss, (_, _, hot, _) in LOSSES.items() for t in (TEMPERATURES if hot else (None,))]
-
-
-def run(data, out, loss, temperature, seed, threads):
-    folder = out / f"{loss}-{temperature}-{seed}"
-    options = ["--data", data, "--loss", loss, *LOSSES[loss][1], *COMMON, "--seed", str(seed), "--out", str(folder),
-               *(["--temperature", str(temperature)] if temperature else [])]
-    if not (folder / "results.json").exists():
-        log = subprocess.run([sys.executable, HERE.parent / "train.py", *options], capture_output=True, text=True,
-                             env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        if log.returncode:
-            raise RuntimeError(f"{loss}, t = {temperature}, seed {seed}: {log.stderr[-500:]}")
-    results = json.loads((folder / "results.json").read_text())
-    wanted = json.loads(json.dumps(vars(train.arguments(options)), default=str))
-    if any(results["options"][k] != v for k, v in wanted.items() if k not in ("data", "out", "device")):
-        raise RuntimeError(f"{folder} holds a run of other options: remove it, or name another --out")
-    results["options"] = {k: v for k, v in results["options"].items() if k not in ("data", "root", "out")}
-    print(f"{loss:12} t = {temperature or '-':4} seed {seed}: {results['linear']:.2f} %", flush=True)
-    return {**results, "data": "CIFAR-10, 10 000 images", "temperature": temperature}
 
 
 def spread(results, loss, temperature, figure):
@@ -100,10 +77,14 @@ def main():
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
     args = parser.parse_args()
-    threads = max(1, (os.cpu_count() or 1) // args.jobs)
-    todo = [(loss, t, seed) for seed in range(args.seeds) for loss, t in RUNS]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = list(pool.map(lambda job: run(args.data, args.out, *job, threads), todo))
+
+    def one(loss, t, seed, threads):
+        options = ["--loss", loss, *LOSSES[loss][1], *COMMON, "--seed", str(seed),
+                   *(["--temperature", str(t)] if t else [])]
+        found = run(args.data, args.out / f"{loss}-{t}-{seed}", options, threads)
+        return {**found, "data": "CIFAR-10, 10 000 images", "temperature": t}
+
+    results = in_parallel(one, [(loss, t, seed) for seed in range(args.seeds) for loss, t in RUNS], args.jobs)
     (HERE / "temperature.json").write_text(json.dumps(results, indent=1) + "\n")
     plot(results, "linear", "linear readout, %", HERE / "temperature-accuracy.png")
     plot(results, "uniformity", "uniformity (lower is more even)", HERE / "temperature-uniformity.png")
