@@ -53,6 +53,8 @@ References
     [9] Brock, Donahue, Simonyan. Large Scale GAN Training for High Fidelity Natural Image Synthesis. ICLR 2019.
         arXiv:1809.11096
    [10] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples. NeurIPS 2020. arXiv:2010.12050
+   [11] Gao, Zhang, Han, Callan. Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup. RepL4NLP
+        2021. arXiv:2101.06983
 """
 import copy
 import functools
@@ -68,6 +70,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils.checkpoint import checkpoint
 
 INF = math.inf
 
@@ -1602,6 +1605,25 @@ def _embed_views(encoder, views):
     return encoder(views.contiguous(memory_format=torch.channels_last))[1]
 
 
+def in_micro_batches(encoder, size):
+    """An encoder that takes a large batch `size` images at a time, in the memory of `size` images: gradient caching.
+
+    encoder: a module; size ≥ 1 → a function to be used in its place, in any of the steps. On the way there nothing but
+    views and embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the same
+    randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch, for
+    one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
+    which normalises each micro-batch by itself, and whose running statistics move twice.
+    Ref: [11]
+    """
+    _require(size >= 1, "micro_batch", size, "at least 1")
+
+    def embed(images):
+        parts = [checkpoint(encoder, some, use_reentrant=False) for some in images.split(size)]
+        return tuple(torch.cat(part) for part in zip(*parts))
+
+    return embed
+
+
 def clae_step(encoder, images, criterion, generator, bound=0.015, view_options=None, return_stats=False, **options):
     """Two random views of each image, and the second once more, moved against the encoder: the mean of both losses.
 
@@ -1694,6 +1716,8 @@ class Training:
                      image among them is a false negative
     bound            of clae, the largest change of a pixel
     game             of diffhard, a Game (None: one of the images' size)
+    micro_batch      images that the encoder takes at a time, so that a large batch needs the memory of this many; None:
+                     all of its views at once
     recipe           a row of RECIPES: the optimizer, how its rate goes, and what the next four are where they are None
     epochs, batch_size   every epoch goes through all images once, in batches of nearly one size, at most batch_size
     lr, weight_decay     the highest learning rate, and weight decay
@@ -1702,7 +1726,8 @@ class Training:
     view_options     options of `view`
     true_positives   the second view is of another image of the same class, at random; of simclr alone
     bfloat16         autocast for the encoder; None: where the hardware has it
-    seed             of order and views: on one machine the same seed gives the same run
+    seed             of order, views and latents: on one machine the same seed gives the same run; on a GPU up to
+                     rounding, as it sums gradients of views in any order
 
     A step yields {"epoch", "step", "steps", "images", "loss"} and the scheduled options; every tenth of an epoch also
     the statistics {"clamped", "ess", "positive", "negative"}, and those of `diffhard_step`. Figures are 0-d tensors on
@@ -1713,7 +1738,8 @@ class Training:
 
     def __init__(self, encoder, images, criterion, method="simclr", momentum=None, queue_size=4096, recipe="adamw",
                  epochs=None, batch_size=None, lr=None, weight_decay=None, schedules=None, view_options=None,
-                 true_positives=False, bfloat16=None, seed=0, bound=0.015, game=None):
+                 true_positives=False, bfloat16=None, seed=0, bound=0.015, game=None,
+                 micro_batch=None):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
         _require(method in METHODS, "method", method, f"one of {', '.join(METHODS)}")
@@ -1731,7 +1757,8 @@ class Training:
         self.batches = min(-(-n // self.batch_size), n // 2)  # none of a single image, not even if batch_size is 2
         self.schedules, self.view_options, self.true_positives = schedules or {}, view_options, true_positives
         self.bfloat16 = _has_bfloat16(device) if bfloat16 is None else bfloat16
-        self.generator = torch.Generator(device).manual_seed(seed)
+        _require(micro_batch is None or micro_batch >= 1, "micro_batch", micro_batch, "None, or at least 1")
+        self.micro_batch, self.generator = micro_batch, torch.Generator(device).manual_seed(seed)
         self.bank = self.key_encoder = self.game = None
         if method == "bank":
             self.bank = MemoryBank(n, encoder.dim, 0.5 if momentum is None else momentum, self.generator)
@@ -1827,6 +1854,8 @@ class Training:
         wanted = step % self.batches % max(1, self.batches // 10) == 0
         options = {"view_options": self.view_options, "return_stats": wanted, **scheduled}
         network, images, given = self.encoder.train(), self.images.train[index], (self.criterion, self.generator)
+        if self.micro_batch is not None:
+            network = in_micro_batches(network, self.micro_batch)
         with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
             if self.method == "diffhard":
                 turn = step % self.game.every == 0
@@ -1853,17 +1882,18 @@ class Training:
     def _pretrain_step(self, index):
         """Move the generators and the discriminator alone."""
         with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-            figures = self.game.train().imitate(_floats(self.images.train[index]), self.generator)
+            images = self.images.train[index[:self.game.batch_size]]
+            figures = self.game.train().imitate(_floats(images), self.generator)
         self.game.follow()
         return figures
 
     def _watch(self, step, figures):
         """Say so, once, where a game has gone wrong."""
-        if "diversity" in figures and figures["diversity"] < 0.1:
+        if "diversity" in figures and "collapse" not in _warned and figures["diversity"] < 0.1:
             _warn_once("collapse", f"step {step} of {self.steps}: the generator has collapsed: its images are "
                        f"{float(figures['diversity']):.0%} as far from one another as real ones are. Lower the game's "
                        "ascent_lr or lr, or raise pretrain")
-        if "d_loss" in figures and figures["d_loss"] < 0.01:
+        if "d_loss" in figures and "d_loss" not in _warned and figures["d_loss"] < 0.01:
             _warn_once("d_loss", f"step {step} of {self.steps}: the discriminator's loss is "
                        f"{float(figures['d_loss']):.3f}: it tells all images apart, so the generated ones are far "
                        "from real ones. Lower the game's ascent_lr, or raise every")

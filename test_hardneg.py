@@ -9,7 +9,7 @@
     TestDraw, TestSchedules, TestSinkhorn
     TestViews, TestImages, TestEncoders, TestMemoryBank
     TestGame         the generator's game against the encoder: Eq. 2 to 10 of its paper, and a run of it
-    TestEvaluation, TestTraining
+    TestEvaluation, TestTraining, TestMicroBatches
     TestCommandLine  train.py, mistakes and Ctrl-C included
     TestReadme       what the README says
 
@@ -2963,6 +2963,100 @@ def quit_with(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         train.main(arguments)
     return f"{stop.value.code} {capsys.readouterr().err}"
+
+
+def plain_network(*before):
+    """Images of 8 × 8 → features, embeddings, in float64 and without BatchNorm."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*before, nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 6)).double()
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.seen = layers, []
+
+        def forward(self, x):
+            self.seen.append(len(x))
+            return x.mean((2, 3)), self.layers(x)
+
+    return Network()
+
+
+def slopes(method, network, encoder):
+    """The loss of one step of a method, and its gradient with regard to all that it reaches."""
+    images, criterion, generator = pictures(7, 8), hardneg.ContrastiveLoss("ppcl", temperature=0.2), seeded(3)
+    if method == "diffhard":
+        game = quiet(tiny_game(ascent_lr=0.0))
+        game.imitate = lambda *_: {}
+        optimizer = torch.optim.SGD(network.parameters(), 0.0)
+        loss, _ = hardneg.diffhard_step(encoder, optimizer, game, images, criterion, generator)
+        return [loss, *(p.grad for p in (*network.parameters(), *game.G.parameters()))]
+    bank = SimpleNamespace(rows=hardneg.unit(torch.tensor(normal(1, 9, 6))))
+    if method == "bank":
+        loss, _ = hardneg.bank_step(encoder, images, torch.arange(7), bank, criterion, generator)
+    elif method == "queue":
+        loss, _ = hardneg.queue_step(encoder, network, images, bank, criterion, generator)
+    else:
+        step = {"simclr": hardneg.simclr_step, "clae": hardneg.clae_step}[method]
+        loss = step(encoder, images, criterion, generator)
+    return [loss, *torch.autograd.grad(loss, list(network.parameters()))]
+
+
+class TestMicroBatches:
+    """A large batch a few images at a time: the loss and the gradients of one pass, in less memory."""
+
+    @pytest.mark.parametrize("method", hardneg.METHODS)
+    @pytest.mark.parametrize("size", [1, 3, 100])
+    def test_gradients_are_those_of_one_pass(self, method, size):
+        network = plain_network()
+        whole = slopes(method, network, network)
+        network.seen.clear()
+        parts = slopes(method, network, hardneg.in_micro_batches(network, size))
+        assert len(whole) == len(parts) and max(network.seen) <= max(size, 7 * (method == "queue"))
+        for one, two in zip(whole, parts):
+            close(two, one, 1e-10, floor=1e-6)
+
+    def test_randomness_is_replayed(self):
+        """The way back goes through the same dropout."""
+        network, x = plain_network(nn.Dropout(0.5)), pictures(6, 8)
+        embed, rows = hardneg.in_micro_batches(network, 2), []
+        for encoder in (embed, lambda x: (None, torch.cat([network(some)[1] for some in x.split(2)]))):
+            torch.manual_seed(1)
+            z = encoder(x)[1]
+            loss = hardneg.contrastive_loss(*z.chunk(2))
+            torch.rand(100)
+            rows.append([loss, *torch.autograd.grad(loss, list(network.parameters()))])
+        for one, two in zip(*rows):
+            close(one, two, 1e-12)
+
+    def test_nothing_is_kept_but_views(self):
+        """Bytes that wait for the way back."""
+        network, x, kept = plain_network(), pictures(24, 8), {}
+        for size in (24, 2):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(size, []).append(t.nbytes) or t,
+                                                          lambda t: t):
+                (hardneg.in_micro_batches(network, size) if size < 24 else network)(x)[1].sum().backward()
+        assert sum(kept[2]) == x.nbytes < 0.25 * sum(kept[24])
+        assert network.seen == [24] + 24 * [2]
+
+    def test_batchnorm_sees_each_micro_batch_by_itself_and_twice(self):
+        network, x = plain_network(nn.BatchNorm2d(3)), pictures(6, 8)
+        hardneg.in_micro_batches(network, 3)(x)[1].sum().backward()
+        mean = np.zeros(3)
+        for some in (x[:3], x[3:], x[3:], x[:3]):  # there and back
+            mean = 0.9 * mean + 0.1 * numpy(some.mean((0, 2, 3)))
+        close(network.layers[0].running_mean, mean, 1e-12)
+
+    @pytest.mark.parametrize("method", ["simclr", "diffhard"])
+    def test_in_training(self, few, monkeypatch, method):
+        seen, forward = [], hardneg.Encoder.forward
+        monkeypatch.setattr(hardneg.Encoder, "forward", lambda self, x: seen.append(len(x)) or forward(self, x))
+        encoder, progress, _ = trained(few, method=method, micro_batch=50, epochs=3,
+                                       **dict(game=tiny_game(32, pretrain=0)) if method == "diffhard" else {})
+        assert max(seen) == 50 and not same_weights(encoder, hardneg.Encoder(dim=16))
+        assert progress[-1]["loss"] < progress[0]["loss"]
+        with pytest.raises(ValueError, match="^micro_batch is 0"):
+            trained(few, micro_batch=0)
 
 
 GAME_FLAGS = ["--pretrain", "3", "--every", "1", "--width", "2", "--latent", "4"]

@@ -102,6 +102,9 @@ def arguments(argv=None):
     group.add_argument("--epochs", type=int, metavar="N", help=f"times that every image is seen; {settings('epochs')}")
     group.add_argument("--batch-size", type=int, metavar="B",
                        help=f"images in a batch, at least 2; {settings('batch_size')}")
+    group.add_argument("--micro-batch", type=int, metavar="M",
+                       help="views that the encoder takes at a time, so that a large batch needs the memory of this "
+                            "many, for one more forward pass; None: all at once")
     group.add_argument("--lr", type=float, metavar="LR", help=f"highest learning rate; {settings('lr')}")
     group.add_argument("--weight-decay", type=float, metavar="W", help=f"weight decay; {settings('weight_decay')}")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights, the order and the views")
@@ -175,7 +178,8 @@ def run(args):
     view_options = {"blur": 0.5} if size > 64 else {}  # blurred, small images lose what they show
     training = hardneg.Training(encoder, images, criterion, args.method, args.momentum, args.queue_size, args.recipe,
                                 args.epochs, args.batch_size, args.lr, args.weight_decay, {}, view_options,
-                                args.true_positives, seed=args.seed, bound=args.bound, game=game)
+                                args.true_positives, seed=args.seed, bound=args.bound, game=game,
+                                micro_batch=args.micro_batch)
     training.schedules = schedules(args, training)
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
           f"{len(images.classes)} classes, {size} × {size} pixels, on {device}")
