@@ -66,7 +66,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
@@ -372,7 +372,7 @@ PRESETS = {  # loss: (weights, objective, tau_plus)
 def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None, beta=1.0,
                      alpha=0.1, top_k=None, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0, negatives=None,
                      own=None, labels=None, normalize=True, detach_weights=None, reduction="mean", block_size=None,
-                     return_stats=False):
+                     group=None, return_stats=False):
     """Any of the losses, on two or more views of a batch.
 
         s_ij = cos(z_i, z_j) / t          log w_ij = weights(s_i)_j          ℓ_i = objective(p_i, s_i, log w_i)
@@ -395,25 +395,31 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     reduction        "mean", "sum" or "none", one value per anchor
     block_size       anchors worked at a time; value and gradient do not depend on it. None: chosen, 0: all at once by
                      plain autograd, which keeps A·N numbers for the backward pass and can be differentiated twice
+    group            a torch.distributed process group: candidates are the views of every rank's samples (rows of
+                     `negatives` are taken to be the same everywhere). All ranks call together, with views of one shape;
+                     "mean" and "sum" are those of one process with all samples, and so are parameters' gradients once
+                     they are averaged over the ranks, as DistributedDataParallel does
     return_stats     also a dict of 0-d tensors: `clamped`, the share of anchors for which the floor of the debiasing
                      binds; `ess`, the effective number of negatives (Σw)²/Σw² as a share of N; `positive` and
                      `negative`, the mean cosines
 
     Any floating dtype comes in; the arithmetic and the loss are in float32 at least, autocast off. An option that the
     weights and the objective do not take has no effect. Cost: A·N·D, and of transported 2·A·N for each step of
-    Sinkhorn, on the whole matrix. torch.func and a second derivative need block_size=0. ValueError names the argument
+    Sinkhorn, on the whole matrix, that of all ranks on each. torch.func and a second derivative need block_size=0. ValueError names the argument
     that is off.
     Ref: PRESETS
     """
     o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa, margin,
                  detach_weights, reduction, block_size)
-    _check_embeddings(views, negatives, own, labels)
+    _check_embeddings(views, negatives, own, labels, group)
     with torch.autocast(views[0].device.type, enabled=False):
-        anchors, positives, candidates, hidden, shared = _roles(views, negatives, own, labels, normalize)
+        anchors, positives, candidates, hidden, shared, everyone = _roles(views, negatives, own, labels, normalize,
+                                                                          group)
         potential = None
         if o.weights == "transported":  # the coupling is of all anchors at once, so its potential precedes the blocks
             with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
-                logits = (anchors @ candidates.T / temperature).masked_fill(hidden(slice(None)), -INF)
+                rows, forbidden = everyone()
+                logits = (rows @ candidates.T / temperature).masked_fill(forbidden, -INF)
                 log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
                 potential = sinkhorn(log_kernel)[1]
 
@@ -430,6 +436,9 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
             losses, figures, _ = _sweep(rule, size, tensors)
         if losses.ndim and reduction != "none":
             losses = losses.mean() if reduction == "mean" else losses.sum()
+        if group is not None:
+            losses = _of_all_ranks(losses, reduction, group)
+            figures = {name: _gather(figure.detach().to(losses.dtype), group) for name, figure in figures.items()}
     stats = _summary(figures)
     clamped = stats.get("clamped", 0)
     if _known(clamped) and clamped > 0.5:
@@ -482,10 +491,10 @@ def _apply(function, o, *tensors):
     return function(*tensors, **{name: getattr(o, name) for name in _takes(function)[len(tensors):]})
 
 
-def _roles(views, negatives, own, labels, normalize):
+def _roles(views, negatives, own, labels, normalize, group):
     """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the
     anchors: hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their
-    label."""
+    label. Last a function that gives the anchors of all ranks, and what is hidden from them."""
     given = views if negatives is None else (*views, negatives)
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in given], torch.float32)
     given = [unit(x.to(dtype)) if normalize else x.to(dtype) for x in given]
@@ -493,12 +502,13 @@ def _roles(views, negatives, own, labels, normalize):
     own, labels = (None if x is None else torch.as_tensor(x, device=device) for x in (own, labels))
     if negatives is None:
         z = torch.cat(given)
-        samples = torch.arange(b, device=device).repeat(len(views))
+        samples = (_rank(group) * b + torch.arange(b, device=device)).repeat(len(views))
         owners = samples if labels is None else labels.repeat(len(views))
         others = torch.stack([z.roll(-k * b, 0) for k in range(1, len(views))], 1)  # the views after one's own, in turn
-        hidden = lambda rows: owners[rows, None] == owners
-        shared = lambda rows: None if labels is None else hidden(rows) & (samples[rows, None] != samples)
-        return z, others, z, hidden, shared
+        all_z, all_samples, all_owners = (_gather(x, group) for x in (z, samples, owners))
+        hidden = lambda rows: owners[rows, None] == all_owners
+        shared = lambda rows: None if labels is None else hidden(rows) & (samples[rows, None] != all_samples)
+        return z, others, all_z, hidden, shared, lambda: (all_z, all_owners[:, None] == all_owners)
     *given, bank = given
 
     def is_own(rows):
@@ -508,10 +518,47 @@ def _roles(views, negatives, own, labels, normalize):
         return torch.zeros(len(there), len(bank), dtype=torch.bool, device=device).scatter_(1, there, True)
 
     by_label = lambda rows: labels[:b][rows, None] == labels[b:]
-    if labels is None or len(labels) == b:
-        return given[0], torch.stack(given[1:], 1), bank, is_own, lambda rows: None
-    hidden, shared = (lambda rows: by_label(rows) | is_own(rows)), (lambda rows: by_label(rows) & ~is_own(rows))
-    return given[0], torch.stack(given[1:], 1), bank, hidden, shared
+    hidden, shared = is_own, lambda rows: None
+    if labels is not None and len(labels) > b:
+        hidden, shared = (lambda rows: by_label(rows) | is_own(rows)), (lambda rows: by_label(rows) & ~is_own(rows))
+    everyone = lambda: (_gather(given[0], group), _gather(hidden(slice(None)).expand(b, len(bank)), group))
+    return given[0], torch.stack(given[1:], 1), bank, hidden, shared, everyone
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of every rank, in the order of the ranks; back comes the sum of what all ranks have for one's own."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(parts, x, group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        distributed.all_reduce(grad, group=ctx.group)
+        return grad.chunk(distributed.get_world_size(ctx.group))[_rank(ctx.group)], None
+
+
+def _gather(x, group):
+    return x if group is None else _Gather.apply(x.contiguous(), group)
+
+
+def _rank(group):
+    return 0 if group is None else distributed.get_rank(group)
+
+
+def _of_all_ranks(losses, reduction, group):
+    """The value of one process, and a gradient that is one process's when it is averaged over the ranks."""
+    if reduction == "none":
+        return losses
+    ranks = distributed.get_world_size(group)
+    total = losses.detach().clone()
+    distributed.all_reduce(total, group=group)
+    mine = losses if reduction == "mean" else ranks * losses
+    return mine + (total / (ranks if reduction == "mean" else 1) - mine).detach()
 
 
 @torch.no_grad()
@@ -701,7 +748,7 @@ def _options(loss, weights, objective, temperature, tau_plus, beta, alpha, top_k
                            detach_weights=detach_weights)
 
 
-def _check_embeddings(views, negatives, own, labels):
+def _check_embeddings(views, negatives, own, labels, group):
     for name, x in [("views", x) for x in views] + ([] if negatives is None else [("negatives", negatives)]):
         _require(torch.is_tensor(x), name, type(x).__name__,
                  "tensors, each an argument of its own" if name == "views" else "a tensor")
@@ -712,7 +759,8 @@ def _check_embeddings(views, negatives, own, labels):
     _require(all(x.is_floating_point() for x in views), "views", [x.dtype for x in views], "of a floating dtype")
     (b, d), k = shapes[0], 0
     if negatives is None:
-        _require(b >= 2, "views", shapes, "of at least 2 samples: with B = 1 there is no negative")
+        _require(b >= 2 or group is not None, "views", shapes,
+                 "of at least 2 samples: with B = 1 there is no negative")
     else:
         k = len(negatives)
         _require(negatives.ndim == 2 and k >= 1 and negatives.shape[1] == d and negatives.is_floating_point(),

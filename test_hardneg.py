@@ -3059,6 +3059,80 @@ class TestMicroBatches:
             trained(few, micro_batch=0)
 
 
+RANKS = """
+import sys
+import torch
+from torch import distributed, multiprocessing
+
+sys.path.insert(0, {here!r})
+import hardneg
+import test_hardneg
+
+
+def work(rank, ranks, meeting, out):
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    try:
+        found = test_hardneg.losses_of(rank, ranks, distributed.group.WORLD)
+        if rank == 0:
+            torch.save(found, out)
+    finally:
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    ranks, meeting, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    multiprocessing.start_processes(work, (ranks, meeting, out), ranks, start_method="fork")
+"""
+VARIANTS = [{}, {"block_size": 0}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2, 3, 2]}, {"negatives": True},
+            {"detach_weights": False}, {"tau_plus": 0.05, "temperature": 0.7}]
+
+
+def losses_of(rank, ranks, group):
+    """For every preset, variant and number of views: the loss, an encoder's gradient averaged over the ranks, figures.
+
+    Of rank `rank` of `ranks`, each with its share of six samples.
+    """
+    x, bank = (torch.tensor(normal(seed, n, d)) for seed, n, d in ((0, 18, 5), (1, 7, 4)))
+    share = slice(6 // ranks * rank, 6 // ranks * (rank + 1))
+    found = {}
+    for loss in PRESETS:
+        for k, variant in enumerate(VARIANTS):
+            torch.manual_seed(0)
+            encoder, options = nn.Linear(5, 4).double(), dict(variant)
+            if "labels" in options:
+                options["labels"] = torch.tensor(options["labels"])[share]
+            if "negatives" in options:
+                options["negatives"] = bank
+            views = [encoder(view[share]) for view in x.chunk(3)][:2 + k % 2]
+            value, stats = hardneg.contrastive_loss(*views, loss=loss, return_stats=True, group=group, **options)
+            value.backward()
+            gradient = torch.cat([p.grad.flatten() for p in encoder.parameters()])
+            if group is not None:
+                torch.distributed.all_reduce(gradient)
+            found[loss, k] = (value.detach(), gradient / ranks, stats)
+    return found
+
+
+class TestRanks:
+    """Several processes, each with its share of the samples: the loss and the gradients of one with all of them."""
+
+    @pytest.mark.parametrize("ranks", [2, 3, 6])
+    def test_loss_and_gradients_are_those_of_one_process(self, ranks, tmp_path):
+        script, out = tmp_path / "ranks.py", tmp_path / "found.pt"
+        script.write_text(RANKS.format(here=str(HERE)))
+        run = subprocess.run([sys.executable, script, str(ranks), f"file://{tmp_path / 'meeting'}", out],
+                             capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr
+        found, wanted = torch.load(out), losses_of(0, 1, None)
+        assert found.keys() == wanted.keys() and len(found) == len(PRESETS) * len(VARIANTS)
+        for key, (value, gradient, stats) in wanted.items():
+            close(found[key][0], value, 1e-9)
+            close(found[key][1], gradient, 1e-8 if key[0] == "ot" else 1e-10, floor=1e-3)
+            for name, figure in stats.items():
+                close(found[key][2][name], figure, 1e-6)
+
+
 GAME_FLAGS = ["--pretrain", "3", "--every", "1", "--width", "2", "--latent", "4"]
 
 
