@@ -438,7 +438,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
             losses = losses.mean() if reduction == "mean" else losses.sum()
         if group is not None:
             losses = _of_all_ranks(losses, reduction, group)
-            figures = {name: _gather(figure.detach().to(losses.dtype), group) for name, figure in figures.items()}
+            if return_stats:
+                figures = {name: _gather(figure.detach().to(losses.dtype), group) for name, figure in figures.items()}
     stats = _summary(figures)
     clamped = stats.get("clamped", 0)
     if _known(clamped) and clamped > 0.5:
@@ -757,6 +758,8 @@ def _check_embeddings(views, negatives, own, labels, group):
     _require(len(set(shapes)) == 1 and len(shapes[0]) == 2 and shapes[0][1] > 0, "views", shapes,
              "tensors (B, D) of one shape")
     _require(all(x.is_floating_point() for x in views), "views", [x.dtype for x in views], "of a floating dtype")
+    _require(group is None or isinstance(group, getattr(distributed, "ProcessGroup", ())), "group", repr(group),
+             "None or a process group, such as torch.distributed.group.WORLD")
     (b, d), k = shapes[0], 0
     if negatives is None:
         _require(b >= 2 or group is not None, "views", shapes,
@@ -1726,13 +1729,20 @@ def diffhard_step(encoder, optimizer, game, images, criterion, generator, turn=T
     return loss.detach(), figures
 
 
-def _descend(loss, optimizer, what):
-    """One step of an optimizer down a loss, if that is finite; outside of autocast, which is for the way there."""
+def _descend(loss, optimizer, what, group=None):
+    """One step of an optimizer down a loss, if that is finite, by the gradient's mean over the ranks; outside of
+    autocast, which is for the way there."""
     if not loss.isfinite():
         raise FloatingPointError(f"{what} was to be updated, but its loss is {float(loss.detach())}")
     with torch.autocast(loss.device.type, enabled=False):
         optimizer.zero_grad()
         loss.backward()
+        if group is not None:
+            slopes = [p.grad for part in optimizer.param_groups for p in part["params"] if p.grad is not None]
+            mean = torch.cat([slope.flatten() for slope in slopes]) / distributed.get_world_size(group)
+            distributed.all_reduce(mean, group=group)
+            for slope, part in zip(slopes, mean.split([slope.numel() for slope in slopes])):
+                slope.copy_(part.view_as(slope))
         optimizer.step()
     torch.clear_autocast_cache()  # else what comes next in a step would see parameters as they were
 
@@ -1774,6 +1784,9 @@ class Training:
     view_options     options of `view`
     true_positives   the second view is of another image of the same class, at random; of simclr alone
     bfloat16         autocast for the encoder; None: where the hardware has it
+    group            a torch.distributed process group: each rank takes its share of every batch, and the run is that of
+                     one process, but that BatchNorm normalises each share by itself (SyncBatchNorm does not) and that
+                     at most ranks − 1 images of a batch are left out. All ranks begin with the weights of the first
     seed             of order, views and latents: on one machine the same seed gives the same run; on a GPU up to
                      rounding, as it sums gradients of views in any order
 
@@ -1787,7 +1800,7 @@ class Training:
     def __init__(self, encoder, images, criterion, method="simclr", momentum=None, queue_size=4096, recipe="adamw",
                  epochs=None, batch_size=None, lr=None, weight_decay=None, schedules=None, view_options=None,
                  true_positives=False, bfloat16=None, seed=0, bound=0.015, game=None,
-                 micro_batch=None):
+                 micro_batch=None, group=None):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
         _require(method in METHODS, "method", method, f"one of {', '.join(METHODS)}")
@@ -1808,6 +1821,17 @@ class Training:
         _require(micro_batch is None or micro_batch >= 1, "micro_batch", micro_batch, "None, or at least 1")
         self.micro_batch, self.generator = micro_batch, torch.Generator(device).manual_seed(seed)
         self.bank = self.key_encoder = self.game = None
+        self.group, self.rank = group, _rank(group)
+        self.ranks = 1 if group is None else distributed.get_world_size(group)
+        _require(n // self.batches >= self.ranks, "batch_size", f"{self.batch_size} for {self.ranks} ranks",
+                 "at least an image for each")
+        _require(group is None or method != "diffhard", "method", method,
+                 "another one where there are several processes: a game is played by one")
+        if group is not None:
+            for x in encoder.state_dict().values():
+                first = x.clone(memory_format=torch.contiguous_format)
+                distributed.broadcast(first, distributed.get_global_rank(group, 0), group=group)
+                x.copy_(first)
         if method == "bank":
             self.bank = MemoryBank(n, encoder.dim, 0.5 if momentum is None else momentum, self.generator)
         if method == "queue":
@@ -1849,7 +1873,7 @@ class Training:
     @property
     def candidates(self):
         """N, the candidates of an anchor (of one of a real image, in a game)."""
-        batch = -(-len(self.images.train) // self.batches)
+        batch = -(-len(self.images.train) // self.batches) // self.ranks * self.ranks
         if self.game is not None:
             return 2 * (batch + batch // (1 + self.game.pairs) * (1 + self.game.pairs)) - 2
         if self.bank is None:
@@ -1866,7 +1890,10 @@ class Training:
             order = torch.randperm(n, generator=self.generator, device=device)
             partners = self._partners() if self.true_positives else None
             epoch, first = self.epoch, self.epoch * self.batches
+            if self.group is not None:  # from here on each rank has its own views
+                self.generator.manual_seed((self.seed * 100_003 + self.epoch) * self.ranks + self.rank)
             for step, index in enumerate(order.tensor_split(self.batches), first):
+                index = index[:len(index) // self.ranks * self.ranks].chunk(self.ranks)[self.rank]
                 if step < -self.pretrain:  # the first epoch of the pre-training is the shorter one
                     continue
                 place = self.pretrain + step + 1
@@ -1880,7 +1907,8 @@ class Training:
                 if step >= 0:
                     self._watch(place, figures)
                 self.epoch += step + 1 == first + self.batches
-                yield {"epoch": epoch, "step": place, "steps": self.steps, "images": len(index), **figures}
+                yield {"epoch": epoch, "step": place, "steps": self.steps, "images": len(index) * self.ranks,
+                       **figures}
 
     def _first_rows(self):
         images, k = self.images.train, len(self.bank.rows)
@@ -1900,7 +1928,7 @@ class Training:
             self.game.optimizers["ascent"].param_groups[0]["lr"] = self.game.ascent_lr * rate
         scheduled = {name: schedule(progress) for name, schedule in self.schedules.items()}
         wanted = step % self.batches % max(1, self.batches // 10) == 0
-        options = {"view_options": self.view_options, "return_stats": wanted, **scheduled}
+        options = {"view_options": self.view_options, "return_stats": wanted, "group": self.group, **scheduled}
         network, images, given = self.encoder.train(), self.images.train[index], (self.criterion, self.generator)
         if self.micro_batch is not None:
             network = in_micro_batches(network, self.micro_batch)
@@ -1919,11 +1947,11 @@ class Training:
                 loss, z = queue_step(network, self.key_encoder, images, self.bank, *given, **options)
         if self.method != "diffhard":
             loss, stats = loss if wanted else (loss, {})
-            _descend(loss, self.optimizer, "the encoder")
+            _descend(loss, self.optimizer, "the encoder", self.group)
         if self.method == "bank":
-            self.bank.update(index, z)
+            self.bank.update(_gather(index, self.group), _gather(z, self.group))
         if self.method == "queue":
-            self.bank.push(z)
+            self.bank.push(_gather(z, self.group))
             follow(self.key_encoder, self.encoder, self.momentum)
         return {"loss": loss.detach(), **stats, **scheduled}
 

@@ -10,6 +10,7 @@
     TestViews, TestImages, TestEncoders, TestMemoryBank
     TestGame         the generator's game against the encoder: Eq. 2 to 10 of its paper, and a run of it
     TestEvaluation, TestTraining, TestMicroBatches
+    TestRanks        several processes, which make one
     TestCommandLine  train.py, mistakes and Ctrl-C included
     TestReadme       what the README says
 
@@ -3073,7 +3074,7 @@ def work(rank, ranks, meeting, out):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     try:
-        found = test_hardneg.losses_of(rank, ranks, distributed.group.WORLD)
+        found = getattr(test_hardneg, {what!r})(rank, ranks, distributed.group.WORLD)
         if rank == 0:
             torch.save(found, out)
     finally:
@@ -3114,23 +3115,100 @@ def losses_of(rank, ranks, group):
     return found
 
 
-class TestRanks:
-    """Several processes, each with its share of the samples: the loss and the gradients of one with all of them."""
+def runs_of(rank, ranks, group):
+    """For every method that several processes can share: the encoder after two epochs, the bank, the losses."""
+    found, view = {}, hardneg.view
+    hardneg.view = lambda images, *_, **__: images / 255  # views would be others on other ranks
+    try:
+        for method in ("simclr", "bank", "queue", "clae"):
+            encoder = plain_network()
+            encoder.dim, forward = 6, encoder.forward
+            encoder.forward = lambda x, forward=forward: forward(x.double())
+            with torch.no_grad():
+                encoder.layers[0].bias.add_(rank)  # they begin with the weights of the first
+            images, labels = hardneg.shapes(24, seed=1, size=8)
+            training = hardneg.Training(encoder, hardneg.Images(images, labels, images, labels, []),
+                                        hardneg.ContrastiveLoss("hcl", tau_plus=0.01), method, queue_size=20, epochs=2,
+                                        batch_size=12, lr=0.1, recipe="sgd", bfloat16=False, group=group)
+            seen = [(p["loss"], p["positive"], torch.tensor(p["images"]), torch.tensor(training.candidates))
+                    for p in training]
+            found[method] = [*encoder.layers.parameters(), *map(torch.stack, seen)]
+            if training.bank is not None:
+                found[method].append(training.bank.rows)
+    finally:
+        hardneg.view = view
+    return found
 
-    @pytest.mark.parametrize("ranks", [2, 3, 6])
-    def test_loss_and_gradients_are_those_of_one_process(self, ranks, tmp_path):
-        script, out = tmp_path / "ranks.py", tmp_path / "found.pt"
-        script.write_text(RANKS.format(here=str(HERE)))
-        run = subprocess.run([sys.executable, script, str(ranks), f"file://{tmp_path / 'meeting'}", out],
+
+class TestRanks:
+    """Several processes, each with its share of the samples: what one with all of them would do."""
+
+    def of(self, what, ranks, folder):
+        """What the first of some processes has found."""
+        script, out = folder / "ranks.py", folder / "found.pt"
+        script.write_text(RANKS.format(here=str(HERE), what=what))
+        run = subprocess.run([sys.executable, script, str(ranks), f"file://{folder / 'meeting'}", out],
                              capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, run.stderr
-        found, wanted = torch.load(out), losses_of(0, 1, None)
+        return torch.load(out)
+
+    def test_runs_are_those_of_one_process(self, tmp_path):
+        found, wanted = self.of("runs_of", 2, tmp_path), runs_of(0, 1, None)
+        assert found.keys() == wanted.keys()
+        for method, tensors in wanted.items():
+            for one, two in zip(found[method], tensors, strict=True):
+                close(one, two, 1e-10)
+
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_loss_and_gradients_are_those_of_one_process(self, ranks, tmp_path):
+        found, wanted = self.of("losses_of", ranks, tmp_path), losses_of(0, 1, None)
         assert found.keys() == wanted.keys() and len(found) == len(PRESETS) * len(VARIANTS)
         for key, (value, gradient, stats) in wanted.items():
             close(found[key][0], value, 1e-9)
             close(found[key][1], gradient, 1e-8 if key[0] == "ot" else 1e-10, floor=1e-3)
             for name, figure in stats.items():
                 close(found[key][2][name], figure, 1e-6)
+
+
+    def launched(self, script, *arguments):
+        """torchrun with two processes."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                   script, *arguments]
+        alone = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, env=alone)
+
+    def test_one_rank_writes(self, tmp_path):
+        command = [*TINY, "--device", "cpu", "--out", str(tmp_path / "run")]
+        run = self.launched(HERE / "train.py", *command)
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("\ntrained encoder") == 1 and "2 processes" in run.stdout
+        results = json.loads((tmp_path / "run" / "results.json").read_text())
+        assert results["epochs"] == 2 and (tmp_path / "run" / "curves.png").exists()
+        (tmp_path / "run" / "results.json").unlink()
+        run = self.launched(HERE / "train.py", *command)  # all of them go on from what one has saved
+        assert "resumed after epoch 2 of 2" in run.stdout and (tmp_path / "run" / "results.json").exists()
+        again = json.loads((tmp_path / "run" / "results.json").read_text())
+        assert again["linear"] == results["linear"]
+
+    def test_a_rank_that_dies_ends_the_others(self, tmp_path):
+        script = tmp_path / "dies.py"
+        script.write_text("import os, hardneg, train\n"
+                          "step = hardneg.Training._step\n"
+                          "def dies(self, number, *others):\n"
+                          "    if self.rank == 1 and number == 1:\n"
+                          "        os._exit(7)\n"
+                          "    return step(self, number, *others)\n"
+                          "hardneg.Training._step = dies\n"
+                          "train.main()\n")
+        run = self.launched(script, *TINY, "--device", "cpu", "--out", str(tmp_path / "run"))
+        assert run.returncode != 0 and "exitcode" in run.stderr and "7" in run.stderr
+        assert not (tmp_path / "run" / "results.json").exists()
+
+    def test_names_what_is_off(self):
+        with pytest.raises(ValueError, match="^group is 'all'"):
+            hardneg.contrastive_loss(torch.eye(2), torch.eye(2), group="all")
+        with pytest.raises(SystemExit, match="--sync-batchnorm is for several processes"):
+            train.main(["--sync-batchnorm", "--epochs", "1"])
 
 
 GAME_FLAGS = ["--pretrain", "3", "--every", "1", "--width", "2", "--latent", "4"]

@@ -5,6 +5,7 @@ tell the classes apart; results.json, curves.png and the checkpoint lie in the f
 nothing is trained: the table is that of the encoder of such a folder on the images of --data.
 """
 import argparse
+import datetime
 import json
 import math
 import os
@@ -107,6 +108,8 @@ def arguments(argv=None):
                             "many, for one more forward pass; None: all at once")
     group.add_argument("--lr", type=float, metavar="LR", help=f"highest learning rate; {settings('lr')}")
     group.add_argument("--weight-decay", type=float, metavar="W", help=f"weight decay; {settings('weight_decay')}")
+    group.add_argument("--sync-batchnorm", action=flag, default=False,
+                       help="under torchrun, on GPUs: BatchNorm normalises the batch of all ranks, not each share")
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights, the order and the views")
     group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="D",
                        help="cpu, cuda, …")
@@ -151,6 +154,8 @@ def main(argv=None):
     args = arguments(argv)
     try:
         run(args) if args.evaluate is None else transfer(args)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
         if args.evaluate:
             sys.exit("\nStopped.")
@@ -162,14 +167,19 @@ def main(argv=None):
 
 def run(args):
     torch.manual_seed(args.seed)
+    group, rank = join(args)
     device = torch.device(args.device)
     options = {name: getattr(args, name) for name in ("weights", "objective", "temperature", "tau_plus", "beta",
                                                       "alpha", "top_k", "epsilon", "cost", "kappa", "margin")}
     criterion = hardneg.ContrastiveLoss(args.loss, **options)
     print(f"reading {args.data} …", flush=True)
-    images = hardneg.load(args.data, args.root, args.size, args.fraction).to(device)
+    images = first_alone(lambda: hardneg.load(args.data, args.root, args.size, args.fraction), group).to(device)
     size = images.train.shape[-1]
     encoder = hardneg.Encoder(args.encoder, size=size).to(device)
+    if args.sync_batchnorm:
+        if group is None or device.type != "cuda":
+            raise ValueError("--sync-batchnorm is for several processes on GPUs: torchrun --nproc-per-node N train.py")
+        encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
     game = None
     if args.method == "diffhard":
         game = hardneg.Game(size, args.width, args.latent, args.pairs, args.ascent,
@@ -179,17 +189,27 @@ def run(args):
     training = hardneg.Training(encoder, images, criterion, args.method, args.momentum, args.queue_size, args.recipe,
                                 args.epochs, args.batch_size, args.lr, args.weight_decay, {}, view_options,
                                 args.true_positives, seed=args.seed, bound=args.bound, game=game,
-                                micro_batch=args.micro_batch)
+                                micro_batch=args.micro_batch, group=group)
     training.schedules = schedules(args, training)
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-          f"{len(images.classes)} classes, {size} × {size} pixels, on {device}")
+          f"{len(images.classes)} classes, {size} × {size} pixels, on {device}"
+          + (f", {training.ranks} processes" if group else ""))
     print(criterion)
     for name, schedule in training.schedules.items():
         print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; "
               f"{'--no-anneal' if name == 'beta' else '--no-lead-in'} keeps it at {getattr(args, name):g}")
 
     same = {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_RUN}
-    state = restore(args, training, same) or {"history": [], "seconds": 0.0, "before": None, "size": size}
+    state = restore(args, training, same)
+    if group is not None:
+        torch.distributed.barrier()  # all have looked, before the first one tidies up
+    if rank > 0:  # one rank writes
+        for _ in training:
+            pass
+        return
+    if state is None:
+        begin_anew(args.out / "checkpoint.pt", args.out / "results.json")
+        state = {"history": [], "seconds": 0.0, "before": None, "size": size}
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
         raise ValueError(f"--out: {args.out} cannot be written to")
@@ -202,6 +222,33 @@ def run(args):
     report(args, state, trained, training)
     if args.pictures:
         draw_pictures(args, state, trained, training)
+
+
+def join(args):
+    """torchrun's process group and this process's rank in it; None and 0 where this process is alone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None, 0
+    if args.device == "cuda":
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(args.device)
+    torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo",
+                                         timeout=datetime.timedelta(minutes=30))  # while the first one evaluates
+    rank = torch.distributed.get_rank()
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")
+    return torch.distributed.group.WORLD, rank
+
+
+def first_alone(job, group):
+    """The first process before all others, so that one downloads and the others find what it has left."""
+    if group is None:
+        return job()
+    if torch.distributed.get_rank() > 0:
+        torch.distributed.barrier()
+    done = job()
+    if torch.distributed.get_rank() == 0:
+        torch.distributed.barrier()
+    return done
 
 
 NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate")  # options that change no number of it
@@ -257,11 +304,11 @@ def restore(args, training, same):
     if not path.exists() or args.resume is False:
         if args.resume:
             raise ValueError(f"--resume: there is no {path}")
-        return begin_anew(path, results)
+        return None
     state = read_checkpoint(path, args.device, "; --no-resume begins anew")
     other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same[k]]
     if results.exists() and not args.resume:  # that run was finished
-        return begin_anew(path, results)
+        return None
     if other:
         raise ValueError(f"{path} is of a run with other options: {', '.join(other)}. --no-resume discards it, --out "
                          "names another folder")
