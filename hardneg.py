@@ -405,8 +405,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
 
     Any floating dtype comes in; the arithmetic and the loss are in float32 at least, autocast off. An option that the
     weights and the objective do not take has no effect. Cost: A·N·D, and of transported 2·A·N for each step of
-    Sinkhorn, on the whole matrix, that of all ranks on each. torch.func and a second derivative need block_size=0. ValueError names the argument
-    that is off.
+    Sinkhorn, on the whole matrix, that of all ranks on each. torch.func and a second derivative need block_size=0.
+    ValueError names the argument that is off.
     Ref: PRESETS
     """
     o = _options(loss, weights, objective, temperature, tau_plus, beta, alpha, top_k, epsilon, cost, kappa, margin,
@@ -1238,7 +1238,8 @@ def _up(before, after):
 
 def _down(before, after, first):
     """A block that halves the side: [9] Fig. 15(c). The first, which sees the image, has no ReLU before it."""
-    residual = nn.Sequential(*[nn.ReLU()] * (not first), _conv(before, after), nn.ReLU(), _conv(after, after), nn.AvgPool2d(2))
+    residual = nn.Sequential(*[nn.ReLU()] * (not first), _conv(before, after), nn.ReLU(), _conv(after, after),
+                             nn.AvgPool2d(2))
     return _Residual(residual, nn.Sequential(nn.AvgPool2d(2), _conv(before, after, 1)))
 
 
@@ -1660,9 +1661,9 @@ def in_micro_batches(encoder, size):
     """An encoder that takes a large batch `size` images at a time, in the memory of `size` images: gradient caching.
 
     encoder: a module; size ≥ 1 → a function to be used in its place, in any of the steps. On the way there nothing but
-    views and embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the same
-    randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch, for
-    one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
+    views and embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the
+    same randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch,
+    for one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
     which normalises each micro-batch by itself, and whose running statistics move twice.
     Ref: [11]
     """

@@ -2565,7 +2565,7 @@ class TestGame:
         with torch.autocast("cpu", torch.bfloat16):
             before = layer(x)
             hardneg._descend(before.float().sum(), optimizer, "it")
-            assert float((before - layer(x)).detach()) == pytest.approx(30, rel=0.02)  # two weights and a bias, each down by 10
+            assert float((before - layer(x)).detach()) == pytest.approx(30, rel=0.02)  # 2 weights, a bias: −10 each
 
     def test_a_game_of_the_images_size_is_made(self, fewer):
         training = hardneg.Training(hardneg.Encoder(dim=16), fewer, hardneg.ContrastiveLoss("ppcl"), "diffhard")
@@ -3355,7 +3355,8 @@ class TestCommandLine:
         (["--top-k", "0"], "top_k is 0"), (["--method", "bank", "--momentum", "1"], "momentum is 1"),
         (["--method", "bank", "--true-positives"], "true_positives is True"),
         (["--method", "diffhard", "--every", "0"], "every is 0"), (["--method", "clae", "--bound", "0"], "bound is 0"),
-        (["--method", "diffhard", "--width", "0"], "width is 0"), (["--method", "diffhard", "--size", "40"], "size is 40"),
+        (["--method", "diffhard", "--width", "0"], "width is 0"),
+        (["--method", "diffhard", "--size", "40"], "size is 40"),
         (["--device", "abacus"], "abacus"), (["--out", "train.py/run"], "train.py/run")])
     def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
         assert complaint in quit_with(arguments, capsys)

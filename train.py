@@ -75,8 +75,8 @@ def arguments(argv=None):
     group.add_argument("--fraction", type=float, default=1.0, metavar="F",
                        help="share of each class's training images to use, in (0, 1]; the same ones for every seed")
     group.add_argument("--size", type=int, metavar="S",
-                       help="side in pixels that images are brought to; None: their own, of a folder that of the first one "
-                            "if it is square and at most 96")
+                       help="side in pixels that images are brought to; None: their own, of a folder that of the first "
+                            "one if it is square and at most 96")
 
     group = parser.add_argument_group("training")
     group.add_argument("--method", default="simclr", choices=hardneg.METHODS,
@@ -85,8 +85,8 @@ def arguments(argv=None):
                             "views perturbed against the encoder; diffhard, the batch and images generated against "
                             "the encoder [3]")
     group.add_argument("--momentum", type=float, metavar="M",
-                       help="of the bank's rows, None: 0.5; of the queue's slow encoder and of the slow generator, None: "
-                            "0.99; in [0, 1)")
+                       help="of the bank's rows, None: 0.5; of the queue's slow encoder and of the slow generator, "
+                            "None: 0.99; in [0, 1)")
     group.add_argument("--queue-size", type=int, default=4096, metavar="K",
                        help="embeddings that the queue remembers, fewer than there are images")
     group.add_argument("--bound", type=float, default=0.015, metavar="P",

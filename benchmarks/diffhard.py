@@ -2,8 +2,9 @@
 
 Table 1 of [3], small: SimCLR, SimCLR-2x, CLAE, CL-GAN and DiffHard on a tenth and on a fifth of CIFAR-10, each at an
 equal number of real images seen, the ablation of Fig. 2, and Table 3: what the encoders are worth on other images, here
-the built-in shapes. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/. SimCLR-2x has twice the real batch, and so as many images in a step as DiffHard; as it then takes half
-the steps, SimCLR over twice the epochs is there as well, which costs the encoder what DiffHard costs it.
+the built-in shapes. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/. SimCLR-2x has twice the
+real batch, and so as many images in a step as DiffHard; as it then takes half the steps, SimCLR over twice the epochs is
+there as well, which costs the encoder what DiffHard costs it.
 A run whose results are there is not run again, and one that was stopped goes on from its last epoch. Out come
 benchmarks/diffhard.json and the table.
 [3] Data-efficient Contrastive Learning by Differentiable Hard Sample and Hard Positive Pair Generation, 2023
