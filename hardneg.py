@@ -1377,13 +1377,19 @@ class Game(nn.Module):
             followers = self.G_ema(z)
         return torch.cat([self.G(z), followers]), index.repeat(2)
 
+    def real(self, images):
+        """Real images, uint8 or in [0, 1], as floats in [0, 1]; ValueError where they are not of the game's size."""
+        _require(images.shape[1:] == (3, self.size, self.size), "images", f"of shape {tuple(images.shape)}",
+                 f"(B, 3, {self.size}, {self.size}) in a game of this size")
+        return _floats(images)
+
     def imitate(self, images, generator=None):
         """A step of D on real and generated images, and one of G against it.
 
-        images (B, 3, size, size), real, in [0, 1] → figures {"d_loss", "g_loss", "diversity"}.
+        images (B, 3, size, size), real → figures {"d_loss", "g_loss", "diversity"}.
         Ref: [3] Eq. 5
         """
-        images = images[:self.batch_size]
+        images = self.real(images[:self.batch_size])
         fake = self.G(self.latents(len(images), generator))
         d_loss = hinge_discriminator(self.D(images), self.D(fake.detach()))
         _descend(d_loss, self.optimizers["D"], "the discriminator")
@@ -1660,10 +1666,11 @@ def _embed_views(encoder, views):
 def in_micro_batches(encoder, size):
     """An encoder that takes a large batch `size` images at a time, in the memory of `size` images: gradient caching.
 
-    encoder: a module; size ≥ 1 → a function to be used in its place, in any of the steps. On the way there nothing but
-    views and embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the
-    same randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch,
-    for one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
+    encoder: a module that returns embeddings, or a tuple as Encoder does; size ≥ 1 → a function that does the same, to
+    be called in its place, or given to any of the steps as their encoder. On the way there nothing but views and
+    embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the same
+    randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch, for
+    one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
     which normalises each micro-batch by itself, and whose running statistics move twice.
     Ref: [11]
     """
@@ -1671,7 +1678,7 @@ def in_micro_batches(encoder, size):
 
     def embed(images):
         parts = [checkpoint(encoder, some, use_reentrant=False) for some in images.split(size)]
-        return tuple(torch.cat(part) for part in zip(*parts))
+        return torch.cat(parts) if torch.is_tensor(parts[0]) else tuple(torch.cat(part) for part in zip(*parts))
 
     return embed
 
@@ -1701,13 +1708,13 @@ def diffhard_step(encoder, optimizer, game, images, criterion, generator, turn=T
                   return_stats=False, **options):
     """One iteration of the game: the encoder descends and, when it is the generator's turn, that ascends the same loss.
 
-    images (N, 3, H, W), real; criterion: PPCL, as ContrastiveLoss("ppcl"); turn: whether the generator moves too → the
-    loss, and figures: with return_stats those of the criterion and "pair", the mean cosine of G(z) and G_ema(z); in the
+    encoder: images → (features, embeddings), as Encoder; images (N, 3, H, W), real; criterion: PPCL, as
+    ContrastiveLoss("ppcl"); turn: whether the generator moves too → the loss, and figures: with return_stats those of the criterion and "pair", the mean cosine of G(z) and G_ema(z); in the
     generator's turn those of `Game.imitate`.
     Ref: [3] Algorithm 1. Both gradients of Eq. 4 are of one forward pass
     """
     # Step 1: form the batch: N generated images in N/2 pairs, N real ones, and two views of each
-    real = _floats(images)
+    real = game.real(images)
     with torch.set_grad_enabled(turn and game.ascent):
         generated, latent = game.sample(len(real), generator)                                # Eq. 6
     batch = torch.cat([generated, real])
@@ -1959,21 +1966,20 @@ class Training:
     def _pretrain_step(self, index):
         """Move the generators and the discriminator alone."""
         with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-            images = self.images.train[index[:self.game.batch_size]]
-            figures = self.game.train().imitate(_floats(images), self.generator)
+            figures = self.game.train().imitate(self.images.train[index[:self.game.batch_size]], self.generator)
         self.game.follow()
         return figures
 
     def _watch(self, step, figures):
         """Say so, once, where a game has gone wrong."""
-        if "diversity" in figures and "collapse" not in _warned and figures["diversity"] < 0.1:
+        if "diversity" in figures and "collapse" not in _warned and figures["diversity"] < 0.25:
             _warn_once("collapse", f"step {step} of {self.steps}: the generator has collapsed: its images are "
                        f"{float(figures['diversity']):.0%} as far from one another as real ones are. Lower the game's "
-                       "ascent_lr or lr, or raise pretrain")
+                       "ascent_lr or lr (train.py: --ascent-lr, --gan-lr), or raise pretrain")
         if "d_loss" in figures and "d_loss" not in _warned and figures["d_loss"] < 0.01:
             _warn_once("d_loss", f"step {step} of {self.steps}: the discriminator's loss is "
                        f"{float(figures['d_loss']):.3f}: it tells all images apart, so the generated ones are far "
-                       "from real ones. Lower the game's ascent_lr, or raise every")
+                       "from real ones. Lower ascent_lr, or raise every")
 
     def _partners(self):
         """For every image the index of another one of its class; its own where there is none, or no label."""

@@ -2536,6 +2536,12 @@ class TestGame:
         with pytest.raises(ValueError, match=message):
             begun(fewer, "ppcl", method="diffhard", **settings)
 
+    def test_images_of_another_size_are_named(self):
+        game, encoder = tiny_game(), Pixels()
+        for use in (lambda: game.imitate(pictures(4, 16)), lambda: play(game, encoder, pictures(4, 16))):
+            with pytest.raises(ValueError, match=r"^images is of shape \(4, 3, 16, 16\); it must be \(B, 3, 8, 8\)"):
+                use()
+
     def test_without_pairs_any_objective_will_do(self, fewer):
         _, seen, _ = trained(fewer, options={"objective": "simple"}, method="diffhard", game=tiny_game(pairs=False),
                              epochs=1)
@@ -3301,8 +3307,9 @@ class TestCommandLine:
         write_images(tmp_path / "other", per_class=10, size=(48, 48))
         train.main(["--evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "other")])
         said = capsys.readouterr().out
-        assert "32 × 32 pixels" in said and "trained encoder" in said and "evaluate-other.json" in said
-        other = json.loads((tmp_path / "run" / "evaluate-other.json").read_text())
+        assert "32 × 32 pixels" in said and "trained encoder" in said and "not finished" not in said
+        path, = (tmp_path / "run").glob("evaluate-*other.json")
+        other = json.loads(path.read_text())
         assert other["trained_on"] == "shapes" and other["epochs"] == 1 and other["data"] == str(tmp_path / "other")
         assert "--evaluate: there is no" in quit_with(["--evaluate", str(tmp_path)], capsys)
 
@@ -3343,8 +3350,14 @@ class TestCommandLine:
         (tmp_path / "cut" / "checkpoint.pt").write_bytes(b"")
         assert "--no-resume" in quit_with([*command, "--out", str(tmp_path / "cut")], capsys)
         train.main([*command, "--out", str(tmp_path / "cut"), "--no-resume"])
+        train.main(["--evaluate", str(tmp_path / "cut"), "--fraction", "0.1"])
+        assert len(list((tmp_path / "cut").glob("evaluate-*.json"))) == 1
+        (tmp_path / "cut" / "mine.png").touch()
+        capsys.readouterr()
         train.main([*command, "--out", str(tmp_path / "cut")])  # that run is finished: another one begins
-        assert "resumed after" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "resumed after" not in said and "holds a finished run, which this one replaces" in said
+        assert (tmp_path / "cut" / "mine.png").exists() and not list((tmp_path / "cut").glob("evaluate-*.json"))
 
     @pytest.mark.parametrize("arguments, complaint", [
         (["--loss", "hcI"], "invalid choice: 'hcI'"), (["--alpha", "much"], "--alpha"),
@@ -3356,7 +3369,8 @@ class TestCommandLine:
         (["--method", "bank", "--true-positives"], "true_positives is True"),
         (["--method", "diffhard", "--every", "0"], "every is 0"), (["--method", "clae", "--bound", "0"], "bound is 0"),
         (["--method", "diffhard", "--width", "0"], "width is 0"),
-        (["--method", "diffhard", "--size", "40"], "size is 40"),
+        (["--method", "diffhard", "--size", "40"], "--size: the images have 40 pixels"),
+        (["--method", "diffhard", "--loss", "simple"], "--objective is simple"),
         (["--device", "abacus"], "abacus"), (["--out", "train.py/run"], "train.py/run")])
     def test_mistakes_are_named(self, arguments, complaint, capsys, small_shapes):
         assert complaint in quit_with(arguments, capsys)
@@ -3406,6 +3420,7 @@ class TestReadme:
     def test_tables_are_of_the_recorded_runs(self, monkeypatch):
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
         import cifar10
+        import diffhard
         import temperature
         results = json.loads((HERE / "benchmarks" / "cifar10.json").read_text())
         assert cifar10.table(results) in README
@@ -3414,7 +3429,12 @@ class TestReadme:
         assert temperature.table(results) in README
         assert {(r["loss"], r["temperature"], r["seed"]) for r in results} == \
             {(*run, seed) for run in temperature.RUNS for seed in (0, 1, 2)}
-        for picture in re.findall(r"\]\((benchmarks/.*?)\)", README):
+        results = json.loads((HERE / "benchmarks" / "diffhard.json").read_text())
+        assert diffhard.table(results) in README
+        assert {(r["name"], str(r["options"]["fraction"]), r["seed"]) for r in results} == \
+            {(method, fraction, seed) for method in diffhard.METHODS for fraction in diffhard.SIZES for seed in (0, 1, 2)
+             if fraction == "0.1" or method not in diffhard.ABLATION}
+        for picture in re.findall(r"\]\((benchmarks/.*?png)\)", README):
             assert (HERE / picture).stat().st_size > 5000
 
     def test_every_public_name_is_documented(self):

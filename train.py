@@ -5,6 +5,7 @@ tell the classes apart; results.json, curves.png and the checkpoint lie in the f
 nothing is trained: the table is that of the encoder of such a folder on the images of --data.
 """
 import argparse
+import copy
 import datetime
 import json
 import math
@@ -146,7 +147,8 @@ def arguments(argv=None):
     if args.objective is None and args.method == "diffhard" and args.pairs and nce:  # its weights, on pairs
         args.objective = "ppcl"
     if args.out is None:
-        args.out = Path("runs") / f"{Path(args.data).name}-{args.method}-{args.loss}-{args.seed}"
+        part = "" if args.method != "diffhard" else "-no-pairs" * (not args.pairs) + "-no-ascent" * (not args.ascent)
+        args.out = Path("runs") / f"{Path(args.data).name}-{args.method}{part}-{args.loss}-{args.seed}"
     return args
 
 
@@ -160,7 +162,7 @@ def main(argv=None):
         if args.evaluate:
             sys.exit("\nStopped.")
         saved = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
-        sys.exit(f"\nStopped; {'the same command goes on from the last epoch' if saved else 'no epoch was finished'}.")
+        sys.exit(f"\nStopped; {'the same command goes on from what was saved last' if saved else 'nothing was saved yet'}.")
     except (ValueError, RuntimeError, FloatingPointError, OSError) as error:  # of arguments, data, a loss, a disk
         sys.exit(f"train.py: {error}")
 
@@ -178,10 +180,16 @@ def run(args):
     encoder = hardneg.Encoder(args.encoder, size=size).to(device)
     if args.sync_batchnorm:
         if group is None or device.type != "cuda":
-            raise ValueError("--sync-batchnorm is for several processes on GPUs: torchrun --nproc-per-node N train.py")
+            raise ValueError("--sync-batchnorm is for several processes on GPUs: torchrun --nproc-per-node N train.py "
+                             "--device cuda")
         encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
     game = None
     if args.method == "diffhard":
+        if size < 8 or size & (size - 1):
+            raise ValueError(f"--size: the images have {size} pixels a side, a game needs a power of two: --size 32")
+        if args.pairs and criterion.resolved.objective != "ppcl":
+            raise ValueError(f"--objective is {criterion.resolved.objective}, which knows no pairs: --objective ppcl, "
+                             "or --no-pairs")
         game = hardneg.Game(size, args.width, args.latent, args.pairs, args.ascent,
                             0.99 if args.momentum is None else args.momentum, args.pretrain, args.every,
                             lr=args.gan_lr, ascent_lr=args.ascent_lr)
@@ -208,7 +216,7 @@ def run(args):
             pass
         return
     if state is None:
-        begin_anew(args.out / "checkpoint.pt", args.out / "results.json")
+        begin_anew(args.out)
         state = {"history": [], "seconds": 0.0, "before": None, "size": size}
     args.out.mkdir(parents=True, exist_ok=True)
     if not os.access(args.out, os.W_OK):
@@ -256,6 +264,8 @@ NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate")  # 
 
 def transfer(args):
     """The encoder of a run's folder, on other images: only the readout is trained ([3] Tables 3, 4)."""
+    if int(os.environ.get("RANK", 0)) > 0:  # of several processes one is enough
+        return
     path = args.evaluate / "checkpoint.pt"
     if not path.exists():
         raise ValueError(f"--evaluate: there is no {path}; RUN is the folder of a run, such as {args.out}")
@@ -264,12 +274,13 @@ def transfer(args):
     if size is None:
         raise ValueError(f"--size: {path} does not say the size of its images; name it")
     torch.manual_seed(state["args"]["seed"])  # as in run: the weights that training began with
-    encoder = hardneg.Encoder(name, size=size).to(args.device)
+    encoder = hardneg.Encoder(name, size=size).to(args.device, memory_format=torch.channels_last)
     print(f"reading {args.data} …", flush=True)
     images = hardneg.load(args.data, args.root, size, args.fraction).to(args.device)
     print(f"{args.data}: {len(images.train)} images for the readout, {len(images.test)} to test, "
           f"{len(images.classes)} classes, {size} × {size} pixels; {name} of {args.evaluate}, after "
-          f"{max(0, state['training']['epoch'])} epochs of training on {state['args']['data']}", flush=True)
+          f"{max(0, state['training']['epoch'])} epochs of training on {state['args']['data']}"
+          + ("" if (args.evaluate / "results.json").exists() else ", which is not finished"), flush=True)
     rows = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
     encoder.load_state_dict(state["training"]["encoder"])
     rows["trained"] = hardneg.evaluate(encoder, images)
@@ -277,7 +288,7 @@ def transfer(args):
     results = {"run": str(args.evaluate), "trained_on": state["args"]["data"], "epochs": state["training"]["epoch"],
                "data": args.data, "fraction": args.fraction, **as_json(rows), "versions": versions()}
     share = f"-{args.fraction:g}" if args.fraction < 1 else ""
-    path = args.evaluate / f"evaluate-{Path(args.data).name}{share}.json"
+    path = args.evaluate / f"evaluate-{re.sub(r'[^A-Za-z0-9_.]+', '-', args.data).strip('-')}{share}.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     print(f"saved in {path}")
 
@@ -326,9 +337,14 @@ def read_checkpoint(path, device, advice=""):
         raise ValueError(f"{path} cannot be read ({error}){advice}") from error
 
 
-def begin_anew(*leftovers):
-    for path in leftovers:
-        path.unlink(missing_ok=True)
+def begin_anew(out):
+    """Remove what another run has left in the folder, so that all in it is of one."""
+    if (out / "results.json").exists():
+        print(f"{out} holds a finished run, which this one replaces (--out names another folder)")
+    names = ("checkpoint.pt", "results.json", "evaluate-*.json", "curves.png", "pairs-*.png", "separation.png",
+             "gradient.png", "uniformity.png", "neighbours.png", "nearest.png", "weights.png", "histograms.png")
+    for path in [path for name in names for path in out.glob(name)]:
+        path.unlink()
 
 
 def learn(args, training, state, same):
@@ -420,22 +436,25 @@ def versions():
 def draw_curves(path, history):
     panels = [("loss", "loss, mean of each epoch", {"loss": None}),
               ("mean cosine", "views of one image, and of others",
-               {"positive": "positives", "negative": "negatives", "pair": "G(z) and its follower's"}),
+               {"positive": "positives", "negative": "negatives", "pair": "G(z) and G_ema(z)"}),
               ("", "the game, with its pre-training",
                {"d_loss": "loss of D", "g_loss": "loss of G", "diversity": "diversity"})]
     panels = panels[:2 + any("d_loss" in h for h in history)]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained")
     for axis, (unit, title, curves) in zip(axes, panels):
         for name, label in curves.items():
             points = [(h["epoch"], h[name]) for h in history if name in h]
             if points:
                 axis.plot(*zip(*points), label=label)
         axis.set(xlabel="epoch", ylabel=unit, title=title)
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axes[1].set(ylim=(-1.05, 1.05))
     for axis in axes[1:]:
         axis.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    game = """ D's loss is 2 where it tells nothing apart, 0 where it tells all apart by a margin; diversity is 1 where
+        generated images are as far from one another as real ones. Up to epoch 0 it is the pre-training."""
+    save_picture(path, figure, "How the training went, epoch by epoch", f"""The loss falls and the two cosines part
+        where the encoder learns to know an image by any view of it.{game if len(panels) > 2 else ""}""")
 
 
 # Okabe and Ito's colours: they stay apart for colour-blind eyes
@@ -481,16 +500,15 @@ def draw_pairs(args, training, columns=12):
         return
     game, device = training.game, training.images.train.device
     z = game.latents(2 * columns, torch.Generator(device).manual_seed(args.seed))  # the same for every picture
-    game.eval()  # so that to look changes nothing
-    with torch.no_grad():
-        made = [G(z) for G in (game.G, game.G_ema)]
-    game.train()
+    with torch.no_grad():  # of copies, so that to look changes nothing
+        made = [copy.deepcopy(G).train()(z) for G in (game.G, game.G_ema)]
     cosine = (hardneg.embed(training.encoder, made[0])[1] * hardneg.embed(training.encoder, made[1])[1]).sum(1).mean()
     apart = (made[0] - made[1]).abs().mean()
     rows = torch.stack([x.unflatten(0, (2, columns)) for x in made], 1).flatten(0, 1)       # G, G_ema, G, G_ema
     sheet = torch.cat([torch.cat(list(row), 2) for row in rows], 1).permute(1, 2, 0)
     role = ("the encoder learns to take the two for one" if game.pairs else
             "in this run the encoder sees the upper ones alone, as images of their own")
+    still = ", of an encoder that is not trained yet and finds everything alike" if when == "start" else ""
     with plt.rc_context(STYLE):
         figure, axis = plt.subplots(figsize=(9, 4.2))
         axis.imshow(sheet.cpu().numpy())
@@ -501,10 +519,11 @@ def draw_pairs(args, training, columns=12):
         axis.spines[:].set_visible(False)
         axis.axhline(2 * side - 0.5, color="white", linewidth=4)
         save_picture(args.out / f"pairs-{when}.png", figure,
-                     f"Generated pairs at the {when} of the game: mean cosine {cosine:.2f}", f"""
+                     f"Generated {'pairs' if game.pairs else 'images'} at the {when} of the game: mean cosine "
+                     f"{cosine:.2f}", f"""
             {2 * columns} latents, the same in every such picture, after {training.epoch} of {training.epochs} epochs:
             above, the image by the generator, below, that by its slow follower; {role}. The cosine is of their
-            embeddings, without views; their pixels, from 0 to 1, differ by {apart:.3f} on average.""")
+            embeddings, not augmented{still}; their pixels, from 0 to 1, differ by {apart:.3f} on average.""")
 
 
 def save_picture(path, figure, title, caption):
