@@ -2927,7 +2927,6 @@ class TestTraining:
                                                 (dict(method="queue", queue_size=0), "queue_size"),
                                                 (dict(method="clae", bound=0.0), "bound"),
                                                 (dict(method="clae", bound=1.0), "bound"),
-                                                (dict(method="diffhard", batch_size=3), "batch_size"),
                                                 (dict(method="diffhard", true_positives=True), "true_positives"),
                                                 (dict(method="bank", true_positives=True), "true_positives")])
     def test_names_what_is_off(self, few, settings, name):
