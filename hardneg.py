@@ -1210,6 +1210,24 @@ def follow(follower, leader, momentum):
         mine.lerp_(other, 1 - momentum) if mine.is_floating_point() else mine.copy_(other)
 
 
+def _descend(loss, optimizer, what, group=None):
+    """One step of an optimizer down a loss, if that is finite, by the gradient's mean over the ranks; outside of
+    autocast, which is for the way there."""
+    if not loss.isfinite():
+        raise FloatingPointError(f"{what} was to be updated, but its loss is {float(loss.detach())}")
+    with torch.autocast(loss.device.type, enabled=False):
+        optimizer.zero_grad()
+        loss.backward()
+        if group is not None:
+            slopes = [p.grad for part in optimizer.param_groups for p in part["params"] if p.grad is not None]
+            mean = torch.cat([slope.flatten() for slope in slopes]) / distributed.get_world_size(group)
+            distributed.all_reduce(mean, group=group)
+            for slope, part in zip(slopes, mean.split([slope.numel() for slope in slopes])):
+                slope.copy_(part.view_as(slope))
+        optimizer.step()
+    torch.clear_autocast_cache()  # else what comes next in a step would see parameters as they were
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # 8. Generators: hard samples that are made instead of found, by a game against the encoder
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1659,30 +1677,6 @@ def queue_step(encoder, key_encoder, images, queue, criterion, generator, view_o
     return criterion(z, keys, negatives=queue.rows, normalize=False, **options), keys
 
 
-def _embed_views(encoder, views):
-    return encoder(views.contiguous(memory_format=torch.channels_last))[1]
-
-
-def in_micro_batches(encoder, size):
-    """An encoder that takes a large batch `size` images at a time, in the memory of `size` images: gradient caching.
-
-    encoder: a module that returns embeddings, or a tuple as Encoder does; size ≥ 1 → a function that does the same, to
-    be called in its place, or given to any of the steps as their encoder. On the way there nothing but views and
-    embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the same
-    randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch, for
-    one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
-    which normalises each micro-batch by itself, and whose running statistics move twice.
-    Ref: [11]
-    """
-    _require(size >= 1, "micro_batch", size, "at least 1")
-
-    def embed(images):
-        parts = [checkpoint(encoder, some, use_reentrant=False) for some in images.split(size)]
-        return torch.cat(parts) if torch.is_tensor(parts[0]) else tuple(torch.cat(part) for part in zip(*parts))
-
-    return embed
-
-
 def clae_step(encoder, images, criterion, generator, bound=0.015, view_options=None, return_stats=False, **options):
     """Two random views of each image, and the second once more, moved against the encoder: the mean of both losses.
 
@@ -1709,8 +1703,8 @@ def diffhard_step(encoder, optimizer, game, images, criterion, generator, turn=T
     """One iteration of the game: the encoder descends and, when it is the generator's turn, that ascends the same loss.
 
     encoder: images → (features, embeddings), as Encoder; images (N, 3, H, W), real; criterion: PPCL, as
-    ContrastiveLoss("ppcl"); turn: whether the generator moves too → the loss, and figures: with return_stats those of the criterion and "pair", the mean cosine of G(z) and G_ema(z); in the
-    generator's turn those of `Game.imitate`.
+    ContrastiveLoss("ppcl"); turn: whether the generator moves too → the loss, and figures: with return_stats those of
+    the criterion and "pair", the mean cosine of G(z) and G_ema(z); in the generator's turn those of `Game.imitate`.
     Ref: [3] Algorithm 1. Both gradients of Eq. 4 are of one forward pass
     """
     # Step 1: form the batch: N generated images in N/2 pairs, N real ones, and two views of each
@@ -1737,22 +1731,28 @@ def diffhard_step(encoder, optimizer, game, images, criterion, generator, turn=T
     return loss.detach(), figures
 
 
-def _descend(loss, optimizer, what, group=None):
-    """One step of an optimizer down a loss, if that is finite, by the gradient's mean over the ranks; outside of
-    autocast, which is for the way there."""
-    if not loss.isfinite():
-        raise FloatingPointError(f"{what} was to be updated, but its loss is {float(loss.detach())}")
-    with torch.autocast(loss.device.type, enabled=False):
-        optimizer.zero_grad()
-        loss.backward()
-        if group is not None:
-            slopes = [p.grad for part in optimizer.param_groups for p in part["params"] if p.grad is not None]
-            mean = torch.cat([slope.flatten() for slope in slopes]) / distributed.get_world_size(group)
-            distributed.all_reduce(mean, group=group)
-            for slope, part in zip(slopes, mean.split([slope.numel() for slope in slopes])):
-                slope.copy_(part.view_as(slope))
-        optimizer.step()
-    torch.clear_autocast_cache()  # else what comes next in a step would see parameters as they were
+def _embed_views(encoder, views):
+    return encoder(views.contiguous(memory_format=torch.channels_last))[1]
+
+
+def in_micro_batches(encoder, size):
+    """An encoder that takes a large batch `size` images at a time, in the memory of `size` images: gradient caching.
+
+    encoder: a module that returns embeddings, or a tuple as Encoder does; size ≥ 1 → a function that does the same, to
+    be called in its place, or given to any of the steps as their encoder. On the way there nothing but views and
+    embeddings is kept; on the way back each micro-batch is embedded again, from the same views and with the same
+    randomness, and passes its share of the loss's gradient on. So the loss sees all negatives of the large batch, for
+    one more forward pass. Limits: the gradient is that of one pass to rounding, but for BatchNorm in training mode,
+    which normalises each micro-batch by itself, and whose running statistics move twice.
+    Ref: [11]
+    """
+    _require(size >= 1, "micro_batch", size, "at least 1")
+
+    def embed(images):
+        parts = [checkpoint(encoder, some, use_reentrant=False) for some in images.split(size)]
+        return torch.cat(parts) if torch.is_tensor(parts[0]) else tuple(torch.cat(part) for part in zip(*parts))
+
+    return embed
 
 
 RECIPES = {  # name: how parameters are moved, and with which settings where none are given
@@ -1807,8 +1807,8 @@ class Training:
 
     def __init__(self, encoder, images, criterion, method="simclr", momentum=None, queue_size=4096, recipe="adamw",
                  epochs=None, batch_size=None, lr=None, weight_decay=None, schedules=None, view_options=None,
-                 true_positives=False, bfloat16=None, seed=0, bound=0.015, game=None,
-                 micro_batch=None, group=None):
+                 true_positives=False, bfloat16=None, seed=0, bound=0.015, game=None, micro_batch=None,
+                 group=None):
         n, device = len(images.train), images.train.device
         _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
         _require(method in METHODS, "method", method, f"one of {', '.join(METHODS)}")
@@ -1859,7 +1859,7 @@ class Training:
             _require(criterion.resolved.objective == "ppcl" or not self.game.pairs, "criterion",
                      f"of objective {criterion.resolved.objective}",
                      "of objective ppcl for pairs to be positives; or the game without pairs")
-            self.epoch = -(self.pretrain // self.batches + (self.pretrain % self.batches > 0))
+            self.epoch = -self.pretrain // self.batches  # rounded away from 0
         parameters = [{"params": encoder.parameters()}, {"params": criterion.parameters(), "weight_decay": 0}]
         self.optimizer = self.recipe["optimizer"](parameters, lr, self.recipe["weight_decay"])
 
@@ -1941,18 +1941,18 @@ class Training:
         if self.micro_batch is not None:
             network = in_micro_batches(network, self.micro_batch)
         with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-            if self.method == "diffhard":
-                turn = step % self.game.every == 0
-                loss, stats = diffhard_step(network, self.optimizer, self.game.train(), images, *given, turn, **options)
-            elif self.method == "simclr":
+            if self.method == "simclr":
                 others = None if partners is None else self.images.train[partners[index]]
                 loss = simclr_step(network, images, *given, others, **options)
             elif self.method == "clae":
                 loss = clae_step(network, images, *given, self.bound, **options)
             elif self.method == "bank":
                 loss, z = bank_step(network, images, index, self.bank, *given, **options)
-            else:
+            elif self.method == "queue":
                 loss, z = queue_step(network, self.key_encoder, images, self.bank, *given, **options)
+            else:
+                turn = step % self.game.every == 0
+                loss, stats = diffhard_step(network, self.optimizer, self.game.train(), images, *given, turn, **options)
         if self.method != "diffhard":
             loss, stats = loss if wanted else (loss, {})
             _descend(loss, self.optimizer, "the encoder", self.group)
@@ -1966,12 +1966,12 @@ class Training:
     def _pretrain_step(self, index):
         """Move the generators and the discriminator alone."""
         with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-            figures = self.game.train().imitate(self.images.train[index[:self.game.batch_size]], self.generator)
+            figures = self.game.train().imitate(self.images.train[index], self.generator)
         self.game.follow()
         return figures
 
     def _watch(self, step, figures):
-        """Say so, once, where a game has gone wrong."""
+        """Say so where a game has gone wrong; but once, as every look at a figure waits for the device."""
         if "diversity" in figures and "collapse" not in _warned and figures["diversity"] < 0.25:
             _warn_once("collapse", f"step {step} of {self.steps}: the generator has collapsed: its images are "
                        f"{float(figures['diversity']):.0%} as far from one another as real ones are. Lower the game's "

@@ -1038,7 +1038,7 @@ def diversity(images, real):
 
 
 def perturbed(x, slope, bound):
-    """min(1, max(0, x_k + bound · sign(slope_k))) for each pixel, slope = ∂ℓ/∂x.  Ref: [10] Eq. 9, 10"""
+    """min(1, max(0, x_k + bound · sign(slope_k))) for each pixel, slope = ∂ℓ/∂x.  Ref: after [10]"""
     x, slope = _double(x), _double(slope)
     out = np.zeros(x.shape)
     for place in np.ndindex(*x.shape):

@@ -3431,8 +3431,8 @@ class TestReadme:
         results = json.loads((HERE / "benchmarks" / "diffhard.json").read_text())
         assert diffhard.table(results) in README
         assert {(r["name"], str(r["options"]["fraction"]), r["seed"]) for r in results} == \
-            {(method, fraction, seed) for method in diffhard.METHODS for fraction in diffhard.SIZES for seed in (0, 1, 2)
-             if fraction == "0.1" or method not in diffhard.ABLATION}
+            {(method, fraction, seed) for method in diffhard.METHODS for fraction in diffhard.SIZES
+             for seed in (0, 1, 2) if fraction == "0.1" or method not in diffhard.ABLATION}
         for picture in re.findall(r"\]\((benchmarks/.*?png)\)", README):
             assert (HERE / picture).stat().st_size > 5000
 

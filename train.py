@@ -162,7 +162,8 @@ def main(argv=None):
         if args.evaluate:
             sys.exit("\nStopped.")
         saved = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
-        sys.exit(f"\nStopped; {'the same command goes on from what was saved last' if saved else 'nothing was saved yet'}.")
+        sys.exit("\nStopped; " + ("the same command goes on from what was saved last." if saved else
+                                  "nothing was saved yet."))
     except (ValueError, RuntimeError, FloatingPointError, OSError) as error:  # of arguments, data, a loss, a disk
         sys.exit(f"train.py: {error}")
 
@@ -405,7 +406,7 @@ def report(args, state, trained, training):
                **as_json(rows), "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
                "versions": versions()}
     if training.game:
-        played = [h for h in state["history"] if "pair" in h or "diversity" in h and h["epoch"] > 0]
+        played = [h for h in state["history"] if h["epoch"] > 0]
         results["game"] = {when: {k: round(h[k], 4) for k in sorted(h.keys() & FIGURES)}
                            for when, h in (("first_epoch", played[0]), ("last_epoch", played[-1]))}
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")

@@ -27,7 +27,6 @@ METHODS = {
     "hard": ["--temperature", "0.2", "--alpha", "0.3"],
     "hard-simple": ["--alpha", "0.03"],
 }
-SEEDS = (0, 1, 2)
 
 
 def run(data, folder, options, threads):
@@ -54,11 +53,26 @@ def in_parallel(job, todo, jobs):
         return list(pool.map(lambda some: job(*some, threads), todo))
 
 
+def arguments(doc, out):
+    """The command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument("data", help="CIFAR-10 as a folder of images")
+    parser.add_argument("--out", type=Path, default=Path(out), help="where the runs go")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
+    return parser.parse_args()
+
+
+def spread(values, digits=1):
+    """Mean ± standard deviation, of one value without the latter."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
 def table(results):
     """Markdown rows, the best first: mean ± standard deviation over the seeds."""
     def cell(rows, name):
-        values = [row[name] for row in rows]
-        return f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}"
+        return spread([row[name] for row in rows])
 
     groups = {method: [r for r in results if r["loss"] == method] for method in METHODS}
     raw = results[0]["raw"]
@@ -72,17 +86,13 @@ def table(results):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("data", help="CIFAR-10 as a folder of images")
-    parser.add_argument("--out", type=Path, default=Path("runs/cifar10"), help="where the runs go")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
-    args = parser.parse_args()
+    args = arguments(__doc__, "runs/cifar10")
 
     def one(method, seed, threads):
         options = ["--loss", method, *METHODS[method], *COMMON, "--seed", str(seed)]
         return {**run(args.data, args.out / f"{method}-{seed}", options, threads), "data": "CIFAR-10, 20 000 images"}
 
-    results = in_parallel(one, [(method, seed) for seed in SEEDS for method in METHODS], args.jobs)
+    results = in_parallel(one, [(method, seed) for seed in range(args.seeds) for method in METHODS], args.jobs)
     (HERE / "cifar10.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
 

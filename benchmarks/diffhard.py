@@ -3,21 +3,18 @@
 Table 1 of [3], small: SimCLR, SimCLR-2x, CLAE, CL-GAN and DiffHard on a tenth and on a fifth of CIFAR-10, each at an
 equal number of real images seen, the ablation of Fig. 2, and Table 3: what the encoders are worth on other images, here
 the built-in shapes. FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/. SimCLR-2x has twice the
-real batch, and so as many images in a step as DiffHard; as it then takes half the steps, SimCLR over twice the epochs is
-there as well, which costs the encoder what DiffHard costs it.
+real batch, and so as many images in a step as DiffHard; as it then takes half the steps, SimCLR over twice the epochs
+is there as well, which costs the encoder what DiffHard costs it.
 A run whose results are there is not run again, and one that was stopped goes on from its last epoch. Out come
 benchmarks/diffhard.json and the table.
 [3] Data-efficient Contrastive Learning by Differentiable Hard Sample and Hard Positive Pair Generation, 2023
 """
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-from cifar10 import HERE, in_parallel, run
+from cifar10 import HERE, arguments, in_parallel, run, spread
 
 COMMON = ["--lr", "0.002", "--temperature", "0.2"]
 SIZES = {"0.1": 16, "0.2": 8}  # fraction of the images: epochs, so that 80 000 of them are seen
@@ -41,9 +38,7 @@ def cell(results, method, fraction, *names):
         for name in names:
             value = value[name]
         values.append(value)
-    if not values:
-        return ""
-    return f"{statistics.mean(values):.1f}" + (f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else "")
+    return spread(values) if values else ""
 
 
 def table(results):
@@ -72,12 +67,7 @@ def transfer(folder, threads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("data", help="CIFAR-10 as a folder of images")
-    parser.add_argument("--out", type=Path, default=Path("runs/diffhard"), help="where the runs go")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
-    args = parser.parse_args()
+    args = arguments(__doc__, "runs/diffhard")
 
     def one(seed, fraction, method, threads):
         options, batch, epochs = METHODS[method]

@@ -7,17 +7,15 @@ A run whose results are there is not run again, and one that was stopped goes on
 benchmarks/temperature.json, the table of accuracy, uniformity and tolerance, and two plots beside it.
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021
 """
-import argparse
 import json
 import statistics
-from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
-from cifar10 import HERE, in_parallel, run  # noqa: E402
+from cifar10 import HERE, arguments, in_parallel, run, spread  # noqa: E402
 
 COMMON = ["--fraction", "0.2", "--epochs", "12", "--batch-size", "128", "--lr", "0.002"]
 TEMPERATURES = (0.07, 0.2, 0.3, 0.5, 0.7, 1.0)
@@ -31,18 +29,16 @@ FIGURES = ("linear", "uniformity", "tolerance")
 RUNS = [(loss, t) for loss, (_, _, hot, _) in LOSSES.items() for t in (TEMPERATURES if hot else (None,))]
 
 
-def spread(results, loss, temperature, figure):
-    """Mean and standard deviation over the seeds."""
-    values = [r[figure] for r in results if (r["loss"], r["temperature"]) == (loss, temperature)]
-    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+def values(results, loss, temperature, figure):
+    """One figure of a row's runs, a value for each seed."""
+    return [r[figure] for r in results if (r["loss"], r["temperature"]) == (loss, temperature)]
 
 
 def table(results):
     """Markdown rows: mean ± standard deviation over the seeds."""
     lines = ["| loss | t | linear readout % | uniformity | tolerance |", "|---|---|---|---|---|"]
     for loss, t in RUNS:
-        cells = [f"{mean:.{digits}f} ± {deviation:.{digits}f}" for digits, (mean, deviation) in
-                 zip((1, 2, 2), (spread(results, loss, t, figure) for figure in FIGURES))]
+        cells = [spread(values(results, loss, t, figure), digits) for digits, figure in zip((1, 2, 2), FIGURES)]
         lines.append(f"| {LOSSES[loss][0]} (`{loss}`) | {t or ''} | {' | '.join(cells)} |")
     before = results[0]
     lines.append(f"| untrained encoder | | {statistics.mean(r['untrained']['linear'] for r in results):.1f} | | |")
@@ -54,8 +50,9 @@ def plot(results, figure, label, path):
     """One figure over the temperature; a loss without one is a level line."""
     picture, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for loss, (name, _, hot, colour) in LOSSES.items():
-        points = [spread(results, loss, t, figure) for t in (TEMPERATURES if hot else (None,))]
-        mean, deviation = zip(*points)
+        points = [values(results, loss, t, figure) for t in (TEMPERATURES if hot else (None,))]
+        mean = [statistics.mean(point) for point in points]
+        deviation = [statistics.stdev(point) if len(point) > 1 else 0.0 for point in points]
         if hot:
             axes.errorbar(TEMPERATURES, mean, deviation, marker="o", capsize=3, color=colour, label=name)
         else:
@@ -71,12 +68,7 @@ def plot(results, figure, label, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("data", help="CIFAR-10 as a folder of images")
-    parser.add_argument("--out", type=Path, default=Path("runs/temperature"), help="where the runs go")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
-    args = parser.parse_args()
+    args = arguments(__doc__, "runs/temperature")
 
     def one(loss, t, seed, threads):
         options = ["--loss", loss, *LOSSES[loss][1], *COMMON, "--seed", str(seed),
