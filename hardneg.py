@@ -87,7 +87,8 @@ def unit(x):
     """
     scale = x.detach().abs().amax(-1, keepdim=True)
     x = x / scale.masked_fill(scale < torch.finfo(x.dtype).tiny, 1)
-    return x / x.norm(dim=-1, keepdim=True).clamp_min(1)  # the norm is at least 1 by now, but for a zero row
+    norm = x.norm(dim=-1, keepdim=True)  # at least 1 by now, but for a zero row
+    return x / norm.masked_fill(norm == 0, 1)
 
 
 def _wide(x):
@@ -95,17 +96,63 @@ def _wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _log_sum(x, dim, out=None):
+    """log Σ_j e^{x_j}, and its gradient, the shares e^{x_j} / Σ_k e^{x_k}; out=x to have these in place of x.
+
+    Where all of a row is −∞: the lowest finite number, and shares of 0. softmax has by far the quickest of torch's
+    exponentials, so the sum is read off its largest share: log Σ_j e^{x_j} = max_j x_j − log max_j share_j.
+    """
+    lowest = torch.finfo(x.dtype).min
+    x = torch.clamp_min(x, lowest, out=out)
+    largest = x.amax(dim, keepdim=True)
+    shares = torch.softmax(x, dim, out=out)
+    log_sum = largest - shares.amax(dim, keepdim=True).log()
+    return log_sum.squeeze(dim), shares.mul_((largest > lowest).to(x.dtype))
+
+
+class _LogSumExp(torch.autograd.Function):
+    """`_log_sum` as one step of autograd, which keeps the shares and nothing else."""
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, dim):
+        return _log_sum(x, dim)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.dim = inputs[1]
+        ctx.save_for_backward(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad, grad_shares):
+        shares, = ctx.saved_tensors
+        if grad_shares is None:
+            return None if grad is None else grad.unsqueeze(ctx.dim) * shares, None
+        inner = (grad_shares * shares).sum(ctx.dim, keepdim=True)
+        if grad is not None:
+            inner = inner - grad.unsqueeze(ctx.dim)
+        return (grad_shares - inner) * shares, None
+
+
 def _logsumexp(x, dim=-1):
     """log Σ_j e^{x_j}; where all of a row is −∞, the lowest finite number, with gradient zero instead of NaN."""
-    info = torch.finfo(x.dtype)
-    largest = x.detach().amax(dim, keepdim=True).clamp_min(info.min)
-    # numerics: below that share of the largest term (float32: e⁻⁸⁶) a term is nothing, but exp ten times slower
-    return (x - largest).clamp_min(math.log(info.tiny) + 1).exp().sum(dim).log() + largest.squeeze(dim)
+    return _LogSumExp.apply(x, dim)[0]
 
 
-def _count(mask):
-    """How many of each row. Summed as int32: torch's default, int64, first copies the mask to eight times its size."""
-    return mask.sum(-1, keepdim=True, dtype=torch.int32).long()
+def _there(x):
+    """1 where x is above −∞, 0 elsewhere. In place, as a comparison that makes a mask takes torch ten times as long."""
+    return x.detach().clone().ne_(-INF)
+
+
+def _count(x):
+    """How many of a row are above −∞, (A, 1): exact in float32 up to 2^24 of them."""
+    return _there(x).sum(-1, keepdim=True)
+
+
+def _log_count(x):
+    """log of how many of a row are above −∞, (A,); the lowest finite number for none, as in `_logsumexp`."""
+    return _count(x)[..., 0].log().clamp_min(torch.finfo(x.dtype).min)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,7 +165,8 @@ def uniform(logits):
     logits (A, N) → log weights (A, N), −∞ where the logits are.
     Ref: [4] Eq. 1, [1] at β = 0
     """
-    return torch.zeros_like(logits).masked_fill(logits == -INF, -INF)
+    logits = logits.detach()
+    return logits - logits.clamp_min(torch.finfo(logits.dtype).min)
 
 
 def tilted(logits, beta=1.0):
@@ -127,14 +175,16 @@ def tilted(logits, beta=1.0):
     logits (A, N) → log weights (A, N). beta ≥ 0 multiplies s = cos/t. Limits: β = 0 is `uniform`, β → ∞ `hardest`.
     Ref: [1] Eq. 2, with the partition function Z_β estimated from the candidates themselves
     """
-    return _proportional(beta * logits, hidden=logits == -INF)
+    if beta < torch.finfo(logits.dtype).tiny:  # that is 0, and 0 · ∞ is not
+        return uniform(logits)
+    return _proportional(beta * logits)
 
 
-def _proportional(scores, hidden):
-    """log N + log_softmax(scores) over what is not hidden: weights proportional to e^scores, of mean 1."""
-    n = _count(~hidden)
-    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)  # not −∞: a row may have no candidate at all
-    return (F.log_softmax(scores, -1) + n.to(scores.dtype).log()).masked_fill(hidden, -INF)
+def _proportional(scores):
+    """log N + log_softmax(scores), where N counts the scores above −∞: weights proportional to e^scores, of mean 1."""
+    # numerics: from the largest down, as the sum of large scores is rounded at their size
+    scores = scores - scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    return scores + (_count(scores).log() - _logsumexp(scores)[..., None])
 
 
 def hardest(logits):
@@ -143,10 +193,9 @@ def hardest(logits):
     logits (A, N) → log weights (A, N). The limit β → ∞ of `tilted`: the worst case of [1] Prop. 1.
     Ref: [1] App. A.1, [4] Eq. 6
     """
-    hidden = logits == -INF
-    nearest = (logits == logits.amax(-1, keepdim=True)) & ~hidden
-    share = _count(~hidden).to(logits.dtype) / _count(nearest).clamp_min(1)
-    return share.log().expand_as(logits).masked_fill(~nearest, -INF)
+    logits = logits.detach()
+    nearest = (logits - logits.amax(-1, keepdim=True)).eq_(0)  # −∞ − (−∞) is no 0: nothing in a row with no candidate
+    return nearest.log() + (_count(logits) / nearest.sum(-1, keepdim=True).clamp_min(1)).log()
 
 
 def top(logits, alpha=0.1, top_k=None):
@@ -159,29 +208,30 @@ def top(logits, alpha=0.1, top_k=None):
     with weight 1 (`hardest` gives it N). Cost: a selection, about as dear as the product that makes the logits.
     Ref: [4] Eq. 8, 9
     """
-    index, hidden = _nearest(logits.detach(), logits == -INF, alpha, top_k)
-    kept = logits.new_zeros(index.shape).masked_fill(hidden, -INF)
+    index, below = _nearest(logits.detach(), alpha, top_k)
+    kept = logits.new_zeros(index.shape).masked_fill(below, -INF)
     return torch.full_like(logits, -INF).scatter(-1, index, kept)
 
 
-def _nearest(x, hidden, alpha, top_k):
+def _nearest(x, alpha, top_k):
     """Where a row's upper α quantile of x is: indices (A, k), and which of these are not in it but fill the row up."""
     def kept(n):  # ⌈αn⌉ in whole numbers, as 0.07 · 100 is above 7 in floating point, or the smaller of n and top_k
         return -(-n * int(alpha * 10**9) // 10**9) if top_k is None else n - (n - top_k) * (n > top_k)
 
-    n, x = x.shape[-1], x.masked_fill(hidden, -INF)
+    n = x.shape[-1]
     k = max(1, kept(n))
-    short = k - kept(n - _count(hidden)).clamp_min(1)
-    if not _known(short) or short.any():  # one k for all rows: where one keeps fewer, hidden entries come to the top
+    short = k - kept(_count(x).long()).clamp_min(1)
+    if not _known(short) or short.any():  # one k for all rows: where one keeps fewer, what is −∞ comes to the top
+        hidden = x == -INF
         x = x.masked_fill(hidden & (hidden.cumsum(-1, dtype=torch.int32) <= short), INF)
     values, index = x.topk(min(k + 1, n), sorted=False)  # one more, to see whether it ties with the last
     last = values.topk(values.shape[-1] - k + 1, largest=False).values
     threshold = last[..., -1:]
     tied = (last[..., :1] == threshold) & (threshold > -INF)
     if k < n and (not _known(tied) or tied.any()):
-        ties = (_count(x >= threshold) * tied).amax().clamp_min(k)
+        ties = ((x >= threshold).sum(-1, keepdim=True, dtype=torch.int32) * tied).amax().clamp_min(k)
         values, index = x.topk(int(ties) if _known(ties) else n, sorted=False)
-    return index, (values < threshold) | hidden.gather(-1, index)
+    return index, (values < threshold) | values.isinf()
 
 
 def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
@@ -198,29 +248,41 @@ def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
 def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
     """The entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j), log_kernel = −C/ε.
 
-    log_kernel (A, N), −∞ where i and j must not be coupled → f (A,), g (N,), error. Rows and columns are scaled in
-    turn: f_i ← −log A − logsumexp_j(log_kernel_ij + g_j), then g the same way, until the error is at most `tolerance`
-    (None: 1e-5, in float64 1e-12) or after `max_steps`, with a warning the first time. The error is the mass in the
-    wrong rows, Σ_i |Σ_j P_ij − 1/A| of a total of 1; the columns are exact. A row or column with nothing allowed
-    carries no mass.
+    log_kernel (A, N), −∞ where i and j must not be coupled, or a function that gives its blocks of rows in turn, for a
+    kernel that is never whole → f (A,), g (N,), error. Rows and columns are scaled in turn: f_i ← −log A −
+    logsumexp_j(log_kernel_ij + g_j), then g the same way, until the error is at most `tolerance` (None: 1e-5, in
+    float64 1e-12) or after `max_steps`, with a warning the first time. The error is the mass in the wrong rows,
+    Σ_i |Σ_j P_ij − 1/A| of a total of 1; the columns are exact. A row or column with nothing allowed carries no mass.
     Differentiable: the gradient runs through every step, and keeps the A·N numbers of each. Cost: 2·A·N a step; 2 to 20
     steps at ε = 0.3, more the smaller ε, and 1/error of them where the coupling must leave an allowed entry empty, as
     it must where half of a batch shares a label; where more do, there is no coupling.
     Ref: [2] Eq. 5, Lemma 3
     """
-    if tolerance is None:
-        tolerance = 1e-12 if log_kernel.dtype == torch.float64 else 1e-5
-    allowed = log_kernel > -INF
-    rows, columns = allowed.any(1), allowed.any(0)
-    log_a, log_b = (-mask.sum().clamp_min(1).to(log_kernel.dtype).log() for mask in (rows, columns))
-    f, g = log_kernel.new_zeros(len(rows)), log_kernel.new_zeros(len(columns))
+    blocks = log_kernel if callable(log_kernel) else lambda: [log_kernel]
+
+    def log_sum(x, dim):  # of an x that is needed no more
+        return _logsumexp(x, dim) if x.requires_grad else _log_sum(x, dim, out=x)[0]
+
+    def shares(log_sums):  # of n rows, or columns, that are not empty: −log n, −log of their sums, and which they are
+        there = log_sums > torch.finfo(log_sums.dtype).min / 2
+        return -there.sum().clamp_min(1).to(log_sums.dtype).log(), -log_sums.masked_fill(~there, 0), there
+
+    g = f = 0.0
     for step in range(max_steps + 1):
-        f_next = (log_a - _logsumexp(log_kernel + g)).masked_fill(~rows, 0)
+        # a block is scaled by rows and then, where it is, summed by columns
+        row_sums, column_sums = [], []
+        for block in blocks():
+            row_sums.append(log_sum(block + g, 1))
+            column_sums.append(log_sum(block + shares(row_sums[-1])[1][:, None], 0))
+        log_a, f_next, rows = shares(torch.cat(row_sums))
+        f_next = f_next + log_a * rows
         error = log_a.exp() * (torch.expm1(f - f_next).abs() * rows).sum()  # row i of P sums to e^{f − f_next} / A
-        if step == max_steps or step > 0 and (not _known(error) or error <= tolerance):
+        if tolerance is None:
+            tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
+        if step > 0 and (step == max_steps or not _known(error) or error <= tolerance):
             break
-        f = f_next
-        g = (log_b - _logsumexp(log_kernel + f[:, None], 0)).masked_fill(~columns, 0)
+        log_b, g, columns = shares(functools.reduce(torch.logaddexp, column_sums))
+        f, g = f_next, g + (log_b - log_a) * columns
     if _known(error) and not error <= tolerance:
         _warn_once("sinkhorn", f"Sinkhorn: {float(error.detach()):.1e} of the mass still in the wrong place "
                    f"after {step} steps (tolerance {tolerance:.0e}): raise epsilon, or check that labels leave "
@@ -237,20 +299,16 @@ def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=
     with potential 0, that is without marginals, and "sqeuclidean" it is `tilted` at β = t/ε. Rows are taken to be unit.
     Ref: [2] Eq. 5, Lemma 3 (Eq. 7 is printed without the factor e^{g_j})
     """
-    hidden = logits == -INF
-    log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
+    cosines = temperature * logits.nan_to_num(neginf=0)  # 0 · ∞ would be the gradient of the temperature
+    log_kernel = _log_kernel(cosines, epsilon, cost, kappa) + uniform(logits)
     if potential is None:
         potential = sinkhorn(log_kernel)[1]
-    return _proportional(log_kernel + potential, hidden)
+    return _proportional(log_kernel + potential)
 
 
-def _log_kernel(logits, epsilon, cost, kappa, temperature):
-    """−C/ε, and −∞ where the logits are."""
-    hidden = logits == -INF
-    cosines = temperature * logits.masked_fill(hidden, 0)  # not −∞: 0 · ∞ would be the gradient of the temperature
-    log_kernel = -ground_cost(cosines, cost, kappa) / epsilon
-    # dear, but not forbidden
-    return log_kernel.clamp_min(torch.finfo(log_kernel.dtype).min / 4).masked_fill(hidden, -INF)
+def _log_kernel(cosines, epsilon, cost, kappa):
+    """−C/ε, finite: what is dear is not forbidden."""
+    return (ground_cost(cosines, cost, kappa) / -epsilon).clamp_min_(torch.finfo(cosines.dtype).min / 4)
 
 
 def draw(log_w, k, replacement=False, generator=None):
@@ -261,9 +319,9 @@ def draw(log_w, k, replacement=False, generator=None):
     Raises ValueError where an anchor has too few candidates to draw from.
     """
     enough = 1 if replacement else k
-    counted = log_w.softmax(-1)  # NaN in a row with no candidate, and then not > 0
+    counted = _LogSumExp.apply(log_w, -1)[1]
     _require(k >= 1, "k", k, "at least 1")
-    _require(_known(counted) is False or bool((_count(counted > 0) >= enough).all()), "k", k,
+    _require(_known(counted) is False or bool(((counted > 0).sum(-1) >= enough).all()), "k", k,
              "at most the number of candidates whose weight is not 0, for every anchor")
     return torch.multinomial(counted, k, replacement, generator=generator)
 
@@ -273,30 +331,31 @@ def draw(log_w, k, replacement=False, generator=None):
 #    nce and ppcl act on logits, simple and triplet on cosines
 # ---------------------------------------------------------------------------------------------------------------------
 
-def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, sums=None):
     """log of the weighted sum of e^s over negatives, less what false negatives are expected to add to it.
 
     log max( (Σ_j w_j e^{s_j} − N τ⁺ E⁺) / (1 − τ⁺),  N e^{−1/t} ),     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m
 
     pos (A, M), neg (A, N) logits, log_w (A, N), log_w_pos (A, M; None: uniform) → (A,). N is Σ_j w_j: the number of
     candidates for weights of mean 1, the number kept for `top`. The floor is that of the authors' code, as no cosine is
-    below −1 ([1] Fig. 5 prints it without N). Where it binds, the negatives get no gradient.
+    below −1 ([1] Fig. 5 prints it without N). Where it binds, the negatives get no gradient. sums: the logarithms of
+    Σ_j w_j e^{s_j} and Σ_j w_j, (A,) each, where they are known already.
     Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
     Ref: [1] Eq. 2 and Fig. 5, [2] Eq. 8
     """
-    total = _logsumexp(neg + log_w)
+    total, log_n = sums or (_logsumexp(neg + log_w), None)
     if tau_plus == 0:
         return total
-    log_n = _logsumexp(log_w).detach()
+    log_n = _logsumexp(log_w).detach() if log_n is None else log_n
     log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    expected = log_n + math.log(tau_plus) + _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos)
+    expected = log_n + math.log(tau_plus) + _pooled(pos + log_w_pos) - _pooled(log_w_pos)
     excess = expected - total  # log of (N τ⁺ E⁺ / Σ w e^s): the difference exists where this is negative
     left = total + torch.log(-torch.expm1(excess.masked_fill(excess >= 0, -1))) - math.log1p(-tau_plus)
     floor = log_n - 1 / temperature
     return torch.where((excess >= 0) | (left < floor), floor, left)
 
 
-def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, sums=None):
     """Noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + Σ_j w_j e^{s_j}) ), the sum over j `debiased`.
 
     pos (A, M), neg (A, N) logits, log_w (A, N) → losses (A,), 0 for an anchor with no negative.
@@ -304,7 +363,7 @@ def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     margin 0; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 9
     """
-    return -F.logsigmoid(_logsumexp(pos) - debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos))
+    return -F.logsigmoid(_pooled(pos) - debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos, sums))
 
 
 def simple(pos, neg, log_w):
@@ -323,30 +382,33 @@ def triplet(pos, neg, log_w, margin=0.0):
     pos (A, M), neg (A, N) cosines, log_w (A, N) → losses (A,). margin η ≥ 0 is in the unit of a squared distance.
     Ref: [2] IV; with `hardest` weights and η = 0, twice the limit t → 0 of t · `nce`, [4] Eq. 6
     """
-    hinges = [_expected((2 * (neg - p[:, None]) + margin).clamp_min(0), log_w) for p in pos.unbind(-1)]
+    hinges = [_expected(F.relu(2 * (neg - p[:, None]) + margin), log_w) for p in pos.unbind(-1)]
     return torch.stack(hinges).mean(0)
 
 
-def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, sums=None):
     """Partially pseudo-labelled loss: −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + Σ_j w_j e^{s_j}) ).
 
     pos (A, M; −∞ where an anchor has fewer positives), neg (A, N) logits, log_w (A, N) → losses (A,).
     It is `nce` plus the spread of the positives, logsumexp_m p_m − mean_m p_m, so `nce` itself for one positive.
     Ref: [3] Eq. 8
     """
-    return nce(pos, neg, log_w, tau_plus, temperature, log_w_pos) + _logsumexp(pos) - _mean(pos)
+    return nce(pos, neg, log_w, tau_plus, temperature, log_w_pos, sums) + _pooled(pos) - _mean(pos)
+
+
+def _pooled(pos):
+    """logsumexp over an anchor's positives, of which there is one at least, and mostly no other."""
+    return pos[:, 0] if pos.shape[1] == 1 else torch.logsumexp(pos, 1)
 
 
 def _mean(x):
     """Mean over the entries of a row that are not −∞."""
-    there = x > -INF
-    return x.masked_fill(~there, 0).sum(-1) / _count(there)[..., 0]
+    return x.nan_to_num(neginf=0).sum(-1) / _count(x)[..., 0]
 
 
 def _expected(x, log_w):
     """Σ_j w_j x_j / Σ_j w_j, 0 in a row with no candidate."""
-    w = torch.exp(log_w - _logsumexp(log_w)[:, None])
-    return (w * x.masked_fill(log_w == -INF, 0)).sum(-1)
+    return (_LogSumExp.apply(log_w, -1)[1] * x.nan_to_num(neginf=0)).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -413,21 +475,22 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                  detach_weights, reduction, block_size)
     _check_embeddings(views, negatives, own, labels, group)
     with torch.autocast(views[0].device.type, enabled=False):
-        anchors, positives, candidates, hidden, shared, everyone = _roles(views, negatives, own, labels, normalize,
-                                                                          group)
+        anchors, positives, candidates, bar, shared, everyone = _roles(views, negatives, own, labels, normalize, group)
+        size = _block_size(anchors, candidates) if block_size is None else block_size
         potential = None
         if o.weights == "transported":  # the coupling is of all anchors at once, so its potential precedes the blocks
             with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
-                rows, forbidden = everyone()
-                logits = (rows @ candidates.T / temperature).masked_fill(forbidden, -INF)
-                log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
-                potential = sinkhorn(log_kernel)[1]
+                all_anchors, bar_all = everyone()
+                blocks = lambda: (bar_all(_log_kernel(all_anchors[rows] @ candidates.T, epsilon, cost, kappa), rows)
+                                  for rows in _slices(len(all_anchors), size))
+                if len(all_anchors) * len(candidates) <= 2**24:  # up to 64 MB are kept, else made anew for each step
+                    blocks = lambda kept=list(blocks()): kept
+                potential = sinkhorn(blocks)[1]
 
-        def rule(rows, pos_cosines, cosines, temperature, potential):
-            return _losses(o, pos_cosines, cosines, hidden(rows), shared(rows), temperature, potential, return_stats)
+        def rule(rows, *tensors, scratch=None):
+            return _losses(o, *tensors, lambda x: bar(x, rows), shared(rows), return_stats, scratch)
 
         tensors = (anchors, positives, candidates, temperature, potential)
-        size = _block_size(anchors, candidates) if block_size is None else block_size
         if size == 0:
             losses, figures = rule(slice(None), *_cosines(*tensors[:3]), temperature, potential)
         elif torch.is_grad_enabled() and any(torch.is_tensor(x) and x.requires_grad for x in tensors):
@@ -449,34 +512,42 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     return (losses, stats) if return_stats else losses
 
 
-def _losses(o, pos_cosines, cosines, hidden, shared, temperature, potential=None, return_stats=False):
+def _losses(o, pos_cosines, cosines, temperature, potential, bar, shared=None, return_stats=False, scratch=None):
     """The three questions, for some of the anchors: losses (a,), and the figures of them that `_summary` adds up.
 
-    pos_cosines (a, M), cosines (a, N); hidden, shared (a, N): what is no candidate, and which of that is a positive.
+    pos_cosines (a, M), cosines (a, N). bar(x) makes x (a, N) −∞ where there is no candidate; shared (a, N) is −∞ where
+    there is no positive, 0 elsewhere. scratch: two matrices (a, N); with these, the cosines may be overwritten too.
     """
-    # 1. Who could be a negative?
-    hidden = hidden.expand_as(cosines)
-    pos = pos_cosines / temperature  # before any −∞: t may be learned, 0 · ∞ = NaN
-    if o.objective == "ppcl" and shared is not None:
-        pos = torch.cat([pos, (cosines / temperature).masked_fill(~shared, -INF)], 1)       # (a, M + N)
-    figures = _cosine_figures(cosines, hidden, pos, temperature) if return_stats else {}
-    if o.weights == "top":  # the nearest alone, uniformly: the others are left behind here, at k of N the work
-        index, below = _nearest(cosines.detach(), hidden, o.alpha, o.top_k)
-        cosines, hidden = cosines.gather(1, index), below                                   # (a, k)
-    neg = (cosines / temperature).masked_fill(hidden, -INF)
+    objective, weights = OBJECTIVES[o.objective], WEIGHTS[o.weights]
     o = SimpleNamespace(**{**vars(o), "temperature": temperature, "potential": potential, "log_w_pos": None})
-    # 2. How much does each one count?
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not o.detach_weights):
-        log_w = uniform(neg) if o.weights == "top" else _apply(WEIGHTS[o.weights], o, neg)  # top: those left
-        if o.tau_plus > 0:  # the positives by the same rule, but they are outside the coupling and have no potential
-            o.potential = 0.0
-            o.log_w_pos = _apply(WEIGHTS[o.weights], o, pos)
-    # 3. What is done with them?
-    objective = OBJECTIVES[o.objective]
-    if "temperature" in _takes(objective):
-        losses = _apply(objective, o, pos, neg, log_w)
+    o.sums, neg, log_w, figures = None, None, None, {}
+    pos = pos_cosines / temperature
+    if o.objective == "ppcl" and shared is not None:
+        pos = torch.cat([pos, cosines / temperature + shared], 1)                           # (a, M + N)
+    exponential, differentiable = "sums" in _takes(objective), torch.is_grad_enabled() and not o.detach_weights
+    tilt = _tilt(o) if exponential and scratch is not None and not return_stats else None
+    if tilt is not None:  # weights and objective are exponentials both: the first two questions at once, and in place
+        o.sums = _TiltedSum.apply(cosines, bar, *tilt, temperature, o.detach_weights, *scratch)
     else:
-        losses = _apply(objective, o, pos_cosines, cosines.masked_fill(hidden, -INF), log_w)
+        # 1. Who could be a negative?
+        shut = bar(torch.zeros_like(cosines))  # added after a temperature that may be learned: 0 · ∞ is no gradient
+        figures = _cosine_figures(cosines, shut, pos, temperature) if return_stats else {}
+        if o.weights == "top":  # the nearest alone, uniformly: the others are left behind here, at k of N the work
+            index, below = _nearest(cosines.detach() + shut, o.alpha, o.top_k)
+            cosines = cosines.gather(1, index)                                              # (a, k)
+            shut = torch.zeros_like(cosines).masked_fill(below, -INF)
+        neg = cosines / temperature + shut
+        # 2. How much does each one count?
+        with torch.set_grad_enabled(differentiable):
+            log_w = shut if o.weights == "top" else _apply(weights, o, neg)                 # top: those that are left
+        if exponential:
+            o.sums = _logsumexp(neg + log_w), _log_count(shut)  # all weights add up to the number of those left
+    if o.tau_plus > 0 and pos.shape[1] > 1:  # by the same rule, but outside the coupling: there is no potential
+        o.potential = 0.0
+        with torch.set_grad_enabled(differentiable):
+            o.log_w_pos = _apply(weights, o, pos)
+    # 3. What is done with them?
+    losses = _apply(objective, o, *((pos, neg) if exponential else (pos_cosines, cosines)), log_w)
     with torch.no_grad():
         return losses, figures | _figures(o, pos, neg, log_w, return_stats)
 
@@ -494,36 +565,43 @@ def _apply(function, o, *tensors):
 
 def _roles(views, negatives, own, labels, normalize, group):
     """Who is whose: anchors (A, D), positives (A, M, D), candidates (N, D), and two functions of a slice of the
-    anchors: hidden (a, N), which candidates are no negatives, and shared (a, N), which of these are positives by their
-    label. Last a function that gives the anchors of all ranks, and what is hidden from them."""
+    anchors: bar(x, rows), which makes x (a, N) −∞, in place, for the candidates that are no negatives, and shared(rows)
+    (a, N), −∞ for those that are no positives by their label and 0 for all others. Last a function that gives the
+    anchors of all ranks, and their bar."""
     given = views if negatives is None else (*views, negatives)
     dtype = functools.reduce(torch.promote_types, [x.dtype for x in given], torch.float32)
     given = [unit(x.to(dtype)) if normalize else x.to(dtype) for x in given]
-    b, device = len(views[0]), views[0].device
+    b, v, device = len(views[0]), len(views), views[0].device
     own, labels = (None if x is None else torch.as_tensor(x, device=device) for x in (own, labels))
+    # an anchor is barred from its own sample, by columns `own` (A, any number), and from its label, where there are any
     if negatives is None:
-        z = torch.cat(given)
-        samples = (_rank(group) * b + torch.arange(b, device=device)).repeat(len(views))
-        owners = samples if labels is None else labels.repeat(len(views))
-        others = torch.stack([z.roll(-k * b, 0) for k in range(1, len(views))], 1)  # the views after one's own, in turn
-        all_z, all_samples, all_owners = (_gather(x, group) for x in (z, samples, owners))
-        hidden = lambda rows: owners[rows, None] == all_owners
-        shared = lambda rows: None if labels is None else hidden(rows) & (samples[rows, None] != all_samples)
-        return z, others, all_z, hidden, shared, lambda: (all_z, all_owners[:, None] == all_owners)
-    *given, bank = given
+        anchors = torch.cat(given)
+        positives = torch.stack([anchors.roll(-k * b, 0) for k in range(1, v)], 1)  # the views after one's own, in turn
+        candidates = _gather(anchors, group)
+        own = torch.arange(_rank(group) * v * b, (_rank(group) + 1) * v * b, device=device).view(v, b).T.repeat(v, 1)
+        mine = None if labels is None else labels.repeat(v)
+        theirs = None if labels is None else _gather(mine, group)
+    else:
+        *given, candidates = given
+        anchors, positives = given[0], torch.stack(given[1:], 1)
+        own = torch.empty(b, 0, dtype=torch.long, device=device) if own is None else own[:, None].long()
+        mine, theirs = (None, None) if labels is None or len(labels) == b else labels.split([b, len(labels) - b])
 
-    def is_own(rows):
-        if own is None:
-            return torch.zeros((), dtype=torch.bool, device=device)
-        there = own[rows, None].long()
-        return torch.zeros(len(there), len(bank), dtype=torch.bool, device=device).scatter_(1, there, True)
+    def bar(x, rows, own=own, mine=mine):
+        x.scatter_(1, own[rows], -INF)
+        return x if mine is None else x.masked_fill_(mine[rows, None] == theirs, -INF)
 
-    by_label = lambda rows: labels[:b][rows, None] == labels[b:]
-    hidden, shared = is_own, lambda rows: None
-    if labels is not None and len(labels) > b:
-        hidden, shared = (lambda rows: by_label(rows) | is_own(rows)), (lambda rows: by_label(rows) & ~is_own(rows))
-    everyone = lambda: (_gather(given[0], group), _gather(hidden(slice(None)).expand(b, len(bank)), group))
-    return given[0], torch.stack(given[1:], 1), bank, hidden, shared, everyone
+    def shared(rows):
+        if mine is None:
+            return None
+        return anchors.new_zeros(len(own[rows]), len(candidates)).masked_fill_(
+            mine[rows, None] != theirs, -INF).scatter_(1, own[rows], -INF)
+
+    def everyone():
+        all_own, all_labels = _gather(own, group), None if mine is None else _gather(mine, group)
+        return _gather(anchors, group), lambda x, rows: bar(x, rows, all_own, all_labels)
+
+    return anchors, positives, candidates, bar, shared, everyone
 
 
 class _Gather(torch.autograd.Function):
@@ -563,24 +641,23 @@ def _of_all_ranks(losses, reduction, group):
 
 
 @torch.no_grad()
-def _cosine_figures(cosines, hidden, pos, temperature):
+def _cosine_figures(cosines, shut, pos, temperature):
     """Sums of the cosines of positives and of all candidates, and their numbers, a vector (a,) each."""
-    n, pos_there = _count(~hidden)[:, 0], pos > -INF
-    return {"n": n, "any": n > 0, "negative": cosines.masked_fill(hidden, 0).sum(-1), "pos_n": _count(pos_there)[:, 0],
-            "positive": temperature * pos.masked_fill(~pos_there, 0).sum(-1)}
+    n = _count(shut)[:, 0]
+    return {"n": n, "any": n > 0, "negative": (cosines * _there(shut)).sum(-1), "pos_n": _count(pos)[:, 0],
+            "positive": temperature * pos.nan_to_num(neginf=0).sum(-1)}
 
 
 def _figures(o, pos, neg, log_w, return_stats):
     """The effective number of negatives, and where the floor binds, a vector (a,) each."""
     figures = {}
     if return_stats or o.tau_plus > 0 and "clamped" not in _warned:
-        figures["clamped"] = torch.zeros(len(neg), device=neg.device)
-        if o.tau_plus > 0 and "tau_plus" in _takes(OBJECTIVES[o.objective]):
-            log_negative = debiased(pos, neg, log_w, o.tau_plus, o.temperature, o.log_w_pos)
-            figures["clamped"] = ((log_negative <= _logsumexp(log_w) - 1 / o.temperature)
-                                  & (neg > -INF).any(-1)).float()
+        figures["clamped"] = torch.zeros_like(pos[:, 0])
+        if o.tau_plus > 0 and o.sums is not None:
+            log_negative, log_n = debiased(pos, neg, log_w, o.tau_plus, o.temperature, o.log_w_pos, o.sums), o.sums[1]
+            figures["clamped"] = ((log_negative <= log_n - 1 / o.temperature) & (log_n >= 0)).to(pos.dtype)
     if return_stats:
-        figures["effective"] = torch.exp(2 * _logsumexp(log_w) - _logsumexp(2 * log_w)) * (neg > -INF).any(-1)
+        figures["effective"] = torch.exp(2 * _logsumexp(log_w) - _logsumexp(2 * log_w)) * (_count(neg)[:, 0] > 0)
     return figures
 
 
@@ -594,14 +671,60 @@ def _summary(figures):
     return stats
 
 
-def _cosines(anchors, positives, candidates):
+def _cosines(anchors, positives, candidates, out=None):
     """Cosines of the anchors (a, D) with their positives (a, M, D) and with all candidates (N, D): (a, M), (a, N)."""
-    return torch.einsum("ad,amd->am", anchors, positives), anchors @ candidates.T
+    return torch.einsum("ad,amd->am", anchors, positives), torch.mm(anchors, candidates.T, out=out)
 
 
 def _block_size(anchors, candidates):
     """As many anchors as keep a block's logits near a CPU, or a GPU busy, but enough of them for a quick product."""
     return max(128, 2**(20 if anchors.device.type == "cpu" else 25) // len(candidates))
+
+
+def _tilt(o):
+    """a and b of weights that are exponentials, w_ij ∝ e^{a s_ij + b_j}, and constants; None of any other."""
+    if torch.is_tensor(o.temperature) or torch.is_tensor(o.potential) and o.potential.requires_grad:
+        return None
+    if o.weights == "transported" and o.cost == "sqeuclidean":
+        return o.temperature / o.epsilon, o.potential
+    return {"uniform": (0.0, None), "tilted": (o.beta, None)}.get(o.weights)
+
+
+class _TiltedSum(torch.autograd.Function):
+    """log Σ_j w_ij e^{s_ij} for weights that are exponentials, w_ij ∝ e^{a s_ij + b_j}, of mean 1; and log n_i.
+
+        total_i = log n_i + LSE_j((1 + a) s_ij + b_j) − LSE_j(a s_ij + b_j),      ∂total_i/∂s_ij = (1 + a) p_ij − a q_ij
+
+    with the shares p, q of the two sums; p alone where the weights are detached. It is what autograd would make of
+    `tilted`, but in the place of the cosines and of two more matrices, p and q, instead of a dozen new ones.
+    """
+
+    @staticmethod
+    def forward(ctx, cosines, bar, a, b, temperature, detach_weights, p, q):
+        def log_sum(factor, out):
+            x = torch.mul(cosines, factor / temperature, out=out)
+            return _log_sum(x if b is None else x.add_(b), -1, out=out)[0]
+
+        bar(cosines)
+        log_n = torch.ne(cosines, -INF, out=p).sum(-1).log().clamp_min(torch.finfo(p.dtype).min)
+        tilted = a >= torch.finfo(p.dtype).tiny  # below that is 0, and 0 · ∞ is not
+        total = log_sum(1 + a, p)
+        if tilted:
+            total = log_n + (total - log_sum(a, q))
+        ctx.gradient = torch.mul(p, (1 if detach_weights else 1 + a) / temperature, out=cosines)
+        if tilted and not detach_weights:
+            ctx.gradient.sub_(q, alpha=a / temperature)
+        ctx.mark_non_differentiable(log_n)
+        return total, log_n
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return ctx.gradient.mul_(grad[:, None]), *[None] * 7
+
+
+def _slices(n, size):
+    """Slices of `size` rows that make n; of size 0, one of all."""
+    return [slice(start, start + size) for start in range(0, n, size)] if size else [slice(None)]
 
 
 def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
@@ -614,16 +737,18 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
     anchors, positives, candidates, *scalars = (x.detach() if torch.is_tensor(x) else x for x in tensors)
     scalars = [x.requires_grad_(w) if torch.is_tensor(x) else x for x, w in zip(scalars, wanted[3:])]
     into = [torch.zeros_like(x) if w else None for x, w in zip(tensors, wanted)]
+    size = min(size, max(1, len(anchors)))
     few = size if anchors.device.type != "cpu" else max(1, min(size, 2**20 // len(candidates)))
+    # made once: fresh memory for each block would cost a CPU more than what is done in it
+    room, scratch = anchors.new_empty(size, len(candidates)), anchors.new_empty(2, few, len(candidates))
     losses, figures = [], []
-    for start in range(0, len(anchors), size):
-        block = slice(start, start + size)
-        pos, cosines = _cosines(anchors[block], positives[block], candidates)
-        for first in range(0, len(pos), few):
-            rows, inner = slice(start + first, min(start + first + few, start + size)), slice(first, first + few)
+    for block in _slices(len(anchors), size):
+        pos, cosines = _cosines(anchors[block], positives[block], candidates, out=room[:len(anchors[block])])
+        for inner in _slices(len(pos), few):
+            rows = slice(block.start + inner.start, min(block.start + inner.stop, block.stop))
             leaves = [x[inner].detach().requires_grad_(any(wanted[:3])) for x in (pos, cosines)] + scalars
             with torch.set_grad_enabled(weight is not None):
-                values, numbers = rule(rows, *leaves)
+                values, numbers = rule(rows, *leaves, scratch=scratch[:, :len(leaves[0])])
             losses.append(values.detach())
             figures.append(numbers)
             if weight is None:
@@ -644,7 +769,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
         if wanted[1]:
             into[1][block] = pos[:, :, None] * anchors[block][:, None]
         if wanted[2]:
-            into[2] += cosines.T @ anchors[block]
+            into[2].addmm_(cosines.T, anchors[block])
     return torch.cat(losses), {name: torch.cat([f[name] for f in figures]) for name in figures[0]}, into
 
 
@@ -1609,9 +1734,8 @@ def gradient_ratio(cosines, positive, loss="simclr", **options):
     """
     o = ContrastiveLoss(loss, **options).resolved
     cosines, positive = (_wide(x).detach().requires_grad_() for x in (cosines, positive))
-    nobody = torch.zeros((), dtype=torch.bool, device=cosines.device)
     with torch.enable_grad():
-        losses, _ = _losses(o, positive[:, None], cosines, nobody, None, o.temperature)
+        losses, _ = _losses(o, positive[:, None], cosines, o.temperature, None, lambda x: x)
         push, pull = torch.autograd.grad(losses.sum(), (cosines, positive))
     return push / pull[:, None].abs()
 

@@ -16,6 +16,9 @@
 
 Rows come from seeds, so that ties between similarities, where some of the losses have a kink, do not
 happen by chance.
+
+BLOCK_SIZE=1 python -m pytest test_hardneg.py runs all of it with blocks of one anchor wherever a test
+leaves block_size open; 3 and 0, plain autograd, have to pass as well.
 """
 import contextlib
 import copy
@@ -51,6 +54,10 @@ import reference_numpy as oracle
 import train
 
 HERE = Path(__file__).resolve().parent
+
+if "BLOCK_SIZE" in os.environ:
+    hardneg._block_size = lambda *_: int(os.environ["BLOCK_SIZE"])
+BLOCKS = 64 if os.environ.get("BLOCK_SIZE") == "0" else None  # for what is said of blocks alone
 
 settings.register_profile("hardneg", max_examples=15, deadline=None, derandomize=True, print_blob=True,
                           database=None,
@@ -944,6 +951,23 @@ class TestEdges:
     """Small, extreme and wrong input: finite where allowed, else a ValueError that names what is off."""
 
     @pytest.mark.parametrize("loss", PRESETS)
+    def test_rows_of_one_entry(self, loss):
+        """Already unit rows once they are divided by their largest entry: the length takes no gradient all the same."""
+        x = np.concatenate([np.diag([3.0, -0.5, 2.0, 1.0]), normal(6, 4, 4)])
+        agree(x, 2, loss=loss)
+        assert (ours(x, 2, loss=loss)[1] * torch.tensor(x)).sum(1).abs().max() < 1e-12
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("beta", [0.0, 1e-320, 1e-40])
+    @pytest.mark.parametrize("block_size", [None, 0])
+    def test_no_tilt(self, dtype, beta, block_size):
+        """β next to 0, and below what the dtype holds: 0 · ∞ is not 0."""
+        x = normal(7, 8, 3)
+        for got, want in zip(ours(x, 2, dtype=dtype, loss="hcl", beta=beta, block_size=block_size),
+                             theirs(x, 2, loss="debiased")):
+            close(got, want, 1e-10 if dtype == torch.float64 else 1e-5)
+
+    @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("corner", corners())
     @pytest.mark.parametrize("block_size", [None, 0])
     def test_corners_are_finite(self, corner, loss, block_size):
@@ -1154,7 +1178,7 @@ class TestEdges:
             lambda *z: hardneg.contrastive_loss(*z, loss=loss, block_size=0, reduction=reduction,
                                                 detach_weights=False),
             views)  # detached weights are no function of the rows that differences could be taken of
-        value = hardneg.contrastive_loss(*views, loss=loss, reduction=reduction).sum()
+        value = hardneg.contrastive_loss(*views, loss=loss, reduction=reduction, block_size=BLOCKS).sum()
         with pytest.raises(RuntimeError, match="block_size=0"):
             torch.autograd.grad(value, views, create_graph=True)
 
@@ -1215,7 +1239,15 @@ class TestEdges:
         b, d = 16, 4
         views = tensors(normal(18, 2 * b, d), 2, grad=True)[0]
         assert max(kept_for_backward(views, loss=loss, reduction=reduction, block_size=0)) >= (2 * b)**2
-        assert max(kept_for_backward(views, loss=loss, reduction=reduction)) <= 2 * b * d
+        assert max(kept_for_backward(views, loss=loss, reduction=reduction, block_size=BLOCKS)) <= 2 * b * d
+
+    @pytest.mark.parametrize("loss", ["ot", "hcl", "hard"])
+    def test_no_matrix_of_all_pairs(self, loss):
+        """Nor on the way, for ot neither, whose coupling is of all anchors at once."""
+        views = [x.float().requires_grad_() for x in tensors(normal(18, 4200, 3), 2)[0]]
+        with Largest() as largest:
+            hardneg.contrastive_loss(*views, loss=loss, epsilon=1.0, block_size=BLOCKS).backward()
+        assert largest.bytes <= 4200 * 4200 * 4 / 8
 
 
 def kept_for_backward(views, **options):
@@ -1506,6 +1538,18 @@ class TestSinkhorn:
         close(plan.sum(0), np.full(n, 1 / n), 1e-12)
         close((plan.sum(1) - 1 / a).abs().sum(), error, 1e-12)
         assert error <= tolerance or max_steps < 1000
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 7])
+    def test_blocks_of_rows_are_the_matrix(self, size):
+        """Also where a block, a row or a column has nothing allowed; a caller's matrix is left as it is."""
+        kernel = torch.tensor(normal(2, 7, 5))
+        kernel[3], kernel[4, :3], kernel[:, 1] = -INF, -INF, -INF
+        given = kernel.clone()
+        want = hardneg.sinkhorn(kernel)
+        for got, wanted in zip(hardneg.sinkhorn(lambda: iter(kernel.split(size))), want):
+            close(got, wanted, 1e-12)
+        close(torch.exp(want[0][:, None] + kernel + want[1]), oracle.sinkhorn(kernel.numpy())[0], 1e-11)
+        assert torch.equal(kernel, given)
 
     @pytest.mark.filterwarnings("ignore:Sinkhorn")
     @given(seed=SEEDS)
