@@ -673,7 +673,7 @@ def _summary(figures):
 
 def _cosines(anchors, positives, candidates, out=None):
     """Cosines of the anchors (a, D) with their positives (a, M, D) and with all candidates (N, D): (a, M), (a, N)."""
-    return torch.einsum("ad,amd->am", anchors, positives), torch.mm(anchors, candidates.T, out=out)
+    return (anchors[:, None] * positives).sum(-1), torch.mm(anchors, candidates.T, out=out)
 
 
 def _block_size(anchors, candidates):
@@ -741,7 +741,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
     few = size if anchors.device.type != "cpu" else max(1, min(size, 2**20 // len(candidates)))
     # made once: fresh memory for each block would cost a CPU more than what is done in it
     room, scratch = anchors.new_empty(size, len(candidates)), anchors.new_empty(2, few, len(candidates))
-    losses, figures = [], []
+    losses, figures = anchors.new_empty(len(anchors)), {}
     for block in _slices(len(anchors), size):
         pos, cosines = _cosines(anchors[block], positives[block], candidates, out=room[:len(anchors[block])])
         for inner in _slices(len(pos), few):
@@ -749,8 +749,10 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
             leaves = [x[inner].detach().requires_grad_(any(wanted[:3])) for x in (pos, cosines)] + scalars
             with torch.set_grad_enabled(weight is not None):
                 values, numbers = rule(rows, *leaves, scratch=scratch[:, :len(leaves[0])])
-            losses.append(values.detach())
-            figures.append(numbers)
+            losses[rows] = values.detach()
+            for name, part in numbers.items():
+                figures.setdefault(name, part.new_empty(len(anchors)))[rows] = part
+            del numbers
             if weight is None:
                 continue
             parts = [None] * 4
@@ -760,17 +762,18 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
                 for k, part in zip(asked, found):
                     parts[k] = part
             for x, part in zip((pos, cosines), parts):  # from here on their gradients
-                x[inner] = 0 if part is None else part
+                if part is None or not x[inner].is_set_to(part):  # unless they are there already
+                    x[inner] = 0 if part is None else part
             for total, part in zip(into[3:], parts[2:]):
                 if part is not None:
                     total += part
         if wanted[0]:
-            into[0][block] = cosines @ candidates + torch.einsum("am,amd->ad", pos, positives[block])
+            into[0][block] = cosines @ candidates + (pos[:, :, None] * positives[block]).sum(1)
         if wanted[1]:
             into[1][block] = pos[:, :, None] * anchors[block][:, None]
         if wanted[2]:
             into[2].addmm_(cosines.T, anchors[block])
-    return torch.cat(losses), {name: torch.cat([f[name] for f in figures]) for name in figures[0]}, into
+    return losses, figures, into
 
 
 class _Blockwise(torch.autograd.Function):
@@ -1032,17 +1035,66 @@ def _blur(x, sigma, chosen):
 # 6. Images: built in, from torchvision, from a folder; uint8 (n, 3, H, W) on the device
 # ---------------------------------------------------------------------------------------------------------------------
 
+class Files(torch.utils.data.Dataset):
+    """Image files in place of a tensor uint8 (n, 3, size, size), for data larger than memory: read when needed.
+
+    paths      n files, each resized to `size` and cropped to its middle
+    workers    processes that read ahead, at least 0: with none, reading and training wait for each other
+    device     where what is read goes
+    `len`, `shape`, `device`, `to` and `split` are those of the tensor; files[some] are these files, unread, and with a
+    whole number k files[k] is that image. A file that cannot be read is named in a warning, and the next one that can
+    be stands in for it.
+    """
+
+    def __init__(self, paths, size, workers=0, device="cpu"):
+        _require(isinstance(workers, int) and workers >= 0, "workers", repr(workers),
+                 "None, to hold all images in memory, or a number of processes")
+        self.paths, self.workers, self.device = list(paths), workers, torch.device(device)
+        self.shape = torch.Size((len(self.paths), 3, size, size))
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        if not isinstance(index, int):
+            chosen = torch.arange(len(self))[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
+            return Files([self.paths[k] for k in chosen], self.shape[-1], self.workers, self.device)
+        for k in range(len(self)):
+            path = self.paths[(index + k) % len(self)]
+            try:
+                return _read_image(path, self.shape[-1])
+            except Exception as error:  # a broken file can fail in many ways, which have no exception in common
+                _warn_once(path, f"{path} cannot be read as an image ({error}); another one stands in for it")
+        raise ValueError("none of the files can be read as an image")
+
+    def to(self, device):
+        """The same files, to be read to another device."""
+        return Files(self.paths, self.shape[-1], self.workers, device)
+
+    def batches(self, indices):
+        """Batch after batch, uint8 on the device, of a list of tensors of indices; the next ones are read meanwhile."""
+        loader = torch.utils.data.DataLoader(
+            self, batch_sampler=[index.tolist() for index in indices], num_workers=self.workers,
+            pin_memory=self.device.type == "cuda", generator=torch.Generator())  # or the seed of all would move on
+        for images in loader:
+            yield images.to(self.device, non_blocking=True)
+
+    def split(self, size):
+        """All of them in turn, `size` at a time."""
+        return self.batches(torch.arange(len(self)).split(size))
+
+
 class Images(NamedTuple):
     """A training and a test set with labels, and the names of the classes."""
-    train: torch.Tensor         # (n, 3, H, W) uint8
+    train: torch.Tensor         # (n, 3, H, W) uint8, or Files
     train_labels: torch.Tensor  # (n,)
-    test: torch.Tensor          # (m, 3, H, W) uint8
+    test: torch.Tensor          # (m, 3, H, W) uint8, or Files
     test_labels: torch.Tensor   # (m,)
     classes: list
 
     def to(self, device):
         """The same images on another device."""
-        return Images(*(x.to(device) if torch.is_tensor(x) else x for x in self))
+        return Images(*(x.to(device) for x in self[:-1]), self.classes)
 
 
 OUTLINES = {  # name: distance from the centre to the outline in the direction a, at most about 1
@@ -1099,7 +1151,7 @@ def shapes(n=8000, classes=10, seed=0, size=32):
     return images, labels
 
 
-def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
+def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=None):
     """A data set by name, or a folder of images → Images.
 
     data       "shapes"; a torchvision set: "cifar10", "cifar100", "stl10", "svhn", "fashion-mnist"; or a folder with
@@ -1109,11 +1161,14 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0):
     size       side of the square that images are resized (and a folder's cropped) to; None: their own, for a folder
                that of the first one (the next even number) if it is square and at most 96, else 32, 64 or 96
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
+    workers    of a folder, processes that read its images while the encoder trains, again in each epoch, so that memory
+               need not hold them (see Files); None: all are read now, and kept
     An image file that cannot be read is named in a warning and left out; hidden folders are not looked at.
     """
     _require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
     if data not in ("shapes", *TORCHVISION):
-        return _from_folder(Path(data), size, fraction, seed)
+        return _from_folder(Path(data), size, fraction, seed, workers)
+    _require(workers is None, "workers", workers, f"None for {data}, which is held in memory; a folder can be streamed")
     if data == "shapes":
         images = Images(*shapes(8000, seed=seed, size=size or 32), *shapes(2000, seed=seed + 10**6, size=size or 32),
                         list(OUTLINES))
@@ -1173,7 +1228,7 @@ def _from_torchvision(name, root):
     return Images(*sets, list(classes))
 
 
-def _from_folder(folder, size, fraction, seed):
+def _from_folder(folder, size, fraction, seed, workers):
     from torchvision.datasets import ImageFolder
     _require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
 
@@ -1200,9 +1255,16 @@ def _from_folder(folder, size, fraction, seed):
         files = [[f for group in by_class for k, f in enumerate(group) if (k % 5 == 4) == held]
                  for held in (False, True)]
     keep = _spread(torch.tensor([c for _, c in files[0]]), fraction, seed)
-    train, train_labels, size = _read_images([files[0][k] for k in keep], size)
+    files[0] = [files[0][k] for k in keep]
+    if workers is None:
+        train, train_labels, size = _read_images(files[0], size)
+        test, test_labels, _ = _read_images(files[1], size)
+    else:
+        size = size or _read_images(files[0][:1], None)[2]
+        _require(size is not None, "size", size, f"given, as {files[0][0][0]} cannot be read")
+        train, test = (Files([path for path, _ in part], size, workers) for part in files)
+        train_labels, test_labels = (torch.tensor([c for _, c in part], dtype=torch.long) for part in files)
     _require(len(train) >= 2, "data", folder, "a folder with at least 2 readable images to train on")
-    test, test_labels, _ = _read_images(files[1], size)
     _require(len(test) >= 2, "data", folder, "a folder with at least 2 images to test on: in a test/ beside train/, or "
              "every fifth of each class")
     return Images(train, train_labels, test, test_labels, classes)
@@ -1210,22 +1272,10 @@ def _from_folder(folder, size, fraction, seed):
 
 def _read_images(files, size):
     """Files as one tensor uint8 (n, 3, size, size), labels, the size; what cannot be read is left out."""
-    from torchvision.datasets.folder import default_loader
-    from torchvision.transforms import functional as T
-
-    def read(path, size):
-        picture = default_loader(path)
-        if size is None:
-            side = min(picture.size) // 2 * 2
-            size = side if max(picture.size) <= min(96, side + 1) else 32 if side < 64 else 64 if side < 96 else 96
-        if picture.size != (size, size):
-            picture = T.center_crop(T.resize(picture, size, T.InterpolationMode.BICUBIC), size)
-        return T.pil_to_tensor(picture)
-
     pictures, labels, bad = [], [], []
     for path, label in files:
         try:
-            pictures.append(read(path, size))
+            pictures.append(_read_image(path, size))
         except Exception as error:  # a broken file can fail in many ways, which have no exception in common
             bad.append(f"{path} ({error})")
             continue
@@ -1235,6 +1285,19 @@ def _read_images(files, size):
         warnings.warn(f"{len(bad)} of {len(files)} files cannot be read as images and were left out: "
                       f"{', '.join(bad[:5])}" + (", …" if len(bad) > 5 else ""))
     return torch.stack(pictures) if pictures else torch.empty(0), torch.tensor(labels, dtype=torch.long), size
+
+
+def _read_image(path, size):
+    """A file as uint8 (3, size, size): the middle of it; size None: as `load` says."""
+    from torchvision.datasets.folder import default_loader
+    from torchvision.transforms import functional as T
+    picture = default_loader(path)
+    if size is None:
+        side = min(picture.size) // 2 * 2
+        size = side if max(picture.size) <= min(96, side + 1) else 32 if side < 64 else 64 if side < 96 else 96
+    if picture.size != (size, size):
+        picture = T.center_crop(T.resize(picture, size, T.InterpolationMode.BICUBIC), size)
+    return T.pil_to_tensor(picture)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1740,17 +1803,24 @@ def gradient_ratio(cosines, positive, loss="simclr", **options):
     return push / pull[:, None].abs()
 
 
+READOUT = 100_000  # training images that `evaluate` takes at most
+
+
 def evaluate(encoder, images):
     """Linear readout and kNN accuracy of the features in percent; uniformity and tolerance of the test set's
     embeddings.
 
     encoder: an Encoder, or None for the pixels themselves (averaged to 32 × 32 where there are more). → dict of floats.
-    Training images without a label (−1) are left out.
+    Training images without a label (−1) are left out; of more than READOUT a share of each class is taken, as many:
+    their features have to fit into memory.
     """
-    labelled = images.train_labels >= 0
-    train, labels = images.train[labelled], images.train_labels[labelled]
+    labels = images.train_labels
+    some = (labels >= 0).nonzero()[:, 0]
+    some = some[_spread(labels[some].cpu(), min(1, READOUT / max(1, len(some))), 0).to(some.device)]
+    train, labels = images.train[some], labels[some]
     if encoder is None:
-        train, test = (F.adaptive_avg_pool2d(x / 255, min(32, x.shape[-1])).flatten(1) for x in (train, images.test))
+        train, test = (torch.cat([F.adaptive_avg_pool2d(part / 255, min(32, x.shape[-1])).flatten(1)
+                                  for part in x.split(500)]) for x in (train, images.test))
         z = unit(test)
     else:
         (train, _), (test, z) = embed(encoder, train), embed(encoder, images.test)
@@ -1898,7 +1968,7 @@ class Training:
     """The loop: `for progress in Training(encoder, images, criterion): ...` trains the encoder, step by step.
 
     encoder          an Encoder, trained where it is
-    images           an Images on the encoder's device; only true_positives looks at the labels
+    images           an Images on the encoder's device, or with Files; only true_positives looks at the labels
     criterion        a ContrastiveLoss
     method           one of METHODS: the step, and where its candidates come from
     momentum         of the bank's rows (None: 0.5), of the queue's slow encoder (None: 0.99)
@@ -2024,13 +2094,15 @@ class Training:
             epoch, first = self.epoch, self.epoch * self.batches
             if self.group is not None:  # from here on each rank has its own views
                 self.generator.manual_seed((self.seed * 100_003 + self.epoch) * self.ranks + self.rank)
-            for step, index in enumerate(order.tensor_split(self.batches), first):
-                index = index[:len(index) // self.ranks * self.ranks].chunk(self.ranks)[self.rank]
-                if step < -self.pretrain:  # the first epoch of the pre-training is the shorter one
-                    continue
+            indices = [index[:len(index) // self.ranks * self.ranks].chunk(self.ranks)[self.rank]
+                       for index in order.tensor_split(self.batches)]
+            skipped = max(0, -self.pretrain - first)  # the first epoch of the pre-training is the shorter one
+            indices = indices[skipped:]
+            others = [None] * len(indices) if partners is None else self._read([partners[i] for i in indices])
+            for step, (index, images, others) in enumerate(zip(indices, self._read(indices), others), first + skipped):
                 place = self.pretrain + step + 1
                 try:
-                    figures = self._pretrain_step(index) if step < 0 else self._step(step, index, partners)
+                    figures = self._pretrain_step(images) if step < 0 else self._step(step, index, images, others)
                 except (_NotFinite, FloatingPointError) as error:
                     what = "the encoder was to be updated, but " if isinstance(error, _NotFinite) else ""
                     rates = f"lr ({self.recipe['lr']:g})" + " or a rate of the game" * (self.game is not None)
@@ -2049,7 +2121,12 @@ class Training:
         some = torch.randperm(len(images), generator=self.generator, device=images.device)[:k]
         return embed(self.encoder, images[some])[1][torch.arange(k, device=images.device) % len(some)]
 
-    def _step(self, step, index, partners):
+    def _read(self, indices):
+        """Batch after batch the images of these indices."""
+        train = self.images.train
+        return train.batches(indices) if isinstance(train, Files) else (train[index] for index in indices)
+
+    def _step(self, step, index, images, others):
         """Move the encoder, and what goes with the method."""
         total = self.epochs * self.batches
         progress = step / total
@@ -2061,12 +2138,11 @@ class Training:
         scheduled = {name: schedule(progress) for name, schedule in self.schedules.items()}
         wanted = step % self.batches % max(1, self.batches // 10) == 0
         options = {"view_options": self.view_options, "return_stats": wanted, "group": self.group, **scheduled}
-        network, images, given = self.encoder.train(), self.images.train[index], (self.criterion, self.generator)
+        network, given = self.encoder.train(), (self.criterion, self.generator)
         if self.micro_batch is not None:
             network = in_micro_batches(network, self.micro_batch)
         with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
             if self.method == "simclr":
-                others = None if partners is None else self.images.train[partners[index]]
                 loss = simclr_step(network, images, *given, others, **options)
             elif self.method == "clae":
                 loss = clae_step(network, images, *given, self.bound, **options)
@@ -2087,10 +2163,10 @@ class Training:
             follow(self.key_encoder, self.encoder, self.momentum)
         return {"loss": loss.detach(), **stats, **scheduled}
 
-    def _pretrain_step(self, index):
+    def _pretrain_step(self, images):
         """Move the generators and the discriminator alone."""
-        with torch.autocast(index.device.type, torch.bfloat16, enabled=self.bfloat16):
-            figures = self.game.train().imitate(self.images.train[index], self.generator)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.bfloat16):
+            figures = self.game.train().imitate(images, self.generator)
         self.game.follow()
         return figures
 

@@ -1764,6 +1764,63 @@ class TestImages:
             images = hardneg.load(str(tmp_path))
         assert len(images.train) + len(images.test) == 11
 
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_streamed_folder_is_the_one_in_memory(self, tmp_path, workers):
+        write_images(tmp_path, per_class=10, size=(30, 34))
+        kept, files = hardneg.load(tmp_path), hardneg.load(tmp_path, workers=workers)
+        for one, other, labels, others in ((kept.train, files.train, kept.train_labels, files.train_labels),
+                                           (kept.test, files.test, kept.test_labels, files.test_labels)):
+            assert isinstance(other, hardneg.Files) and other.shape == one.shape and len(other) == len(one)
+            assert torch.equal(torch.cat(list(other.split(3))), one) and torch.equal(labels, others)
+        some = torch.tensor([5, 0, 5, 11])
+        halves = some.split(2)
+        assert [x.tolist() for x in files.train.batches(halves)] == [kept.train[i].tolist() for i in halves]
+        for index in (some, slice(2, 9, 3), kept.train_labels == 1):
+            part = files.train[index]
+            assert part.workers == workers and torch.equal(torch.cat(list(part.split(50))), kept.train[index])
+        assert torch.equal(files.train[7], kept.train[7])
+        assert files.to("meta").train.device.type == "meta"
+        for encoder in (None, hardneg.Encoder(size=32)):
+            wanted, found = (hardneg.evaluate(encoder, images) for images in (kept, files))
+            assert wanted == pytest.approx(found, nan_ok=True)
+
+    def test_streaming_moves_no_seed(self, tmp_path):
+        write_images(tmp_path)
+        files = hardneg.load(tmp_path, workers=0).train
+        before = torch.random.get_rng_state()
+        list(files.split(2))
+        assert torch.equal(torch.random.get_rng_state(), before)
+
+    def test_streamed_corrupt_file_is_replaced_by_the_next(self, tmp_path, fresh_warnings):
+        write_images(tmp_path / "train")
+        write_images(tmp_path / "test")
+        (tmp_path / "train" / "cat" / "2.png").write_bytes(b"no image at all")
+        (tmp_path / "train" / "dog" / "5.png").write_bytes(b"")  # the last: the first stands in for it
+        files = hardneg.load(tmp_path, workers=0)
+        with pytest.warns(UserWarning, match=r"cat.2\.png cannot be read") as said:
+            first, again = ([int(x[0, 0, 0]) for x in files.train.split(1) for x in x] for _ in range(2))
+        assert first == again == [0, 1, 3, 3, 4, 5, 40, 41, 42, 43, 44, 0] and len(said) == 2
+        for path in (tmp_path / "train").glob("*/*.png"):
+            path.write_bytes(b"")
+        with pytest.raises(ValueError, match="none of the files"):
+            files.train[0]
+        with pytest.raises(ValueError, match="size.*0.png cannot be read"):
+            hardneg.load(tmp_path, workers=0)
+
+    @pytest.mark.parametrize("data, workers", [("shapes", 2), (None, -1), (None, 1.5)])
+    def test_workers_that_cannot_be(self, tmp_path, data, workers):
+        write_images(tmp_path)
+        with pytest.raises(ValueError, match="workers"):
+            hardneg.load(data or tmp_path, workers=workers)
+
+    def test_readout_of_a_share(self, few, monkeypatch):
+        """Of more images than `evaluate` takes, an even share."""
+        asked = []
+        monkeypatch.setattr(hardneg, "linear_readout", lambda train, labels, *_: asked.append(labels) or 0.0)
+        monkeypatch.setattr(hardneg, "READOUT", 100)
+        hardneg.evaluate(None, few)
+        assert asked[0].bincount().tolist() == [25] * 4
+
     @pytest.mark.parametrize("prepare", [
         lambda p: None,
         lambda p: (p / "cat").mkdir(),
@@ -2802,6 +2859,15 @@ class TestTraining:
         encoder, seen, _ = trained(few, loss, until=until, method=method, batch_size=40)
         assert seen[-1]["loss"].isfinite() and all(p.isfinite().all() for p in encoder.parameters())
 
+    @pytest.mark.parametrize("options", [dict(method="simclr", true_positives=True), dict(method="bank"),
+                                         dict(method="queue", queue_size=8), dict(method="diffhard")])
+    def test_from_files_as_from_memory(self, tmp_path, options):
+        """To the same weights, to the bit, with processes that read ahead and without."""
+        write_images(tmp_path, per_class=10)
+        ends = [trained(hardneg.load(tmp_path, size=32, workers=workers), epochs=2, batch_size=6, **options)[0]
+                for workers in (None, 0, 2)]
+        assert same_weights(*ends[:2]) and same_weights(*ends[1:])
+
     def test_repeats_by_seed(self, few):
         one, two, other = (trained(few, seed=seed)[0] for seed in (5, 5, 6))
         assert same_weights(one, two) and not same_weights(one, other)
@@ -3281,6 +3347,18 @@ class TestCommandLine:
         assert results["loss"] == "hard" and results["options"]["alpha"] == 0.3 and results["epochs"] == 2
         assert set(results["raw"]) == set(results["untrained"]) == {"linear", "knn"} and 0 < results["linear"] <= 100
         assert (tmp_path / "run" / "curves.png").stat().st_size > 5000
+
+    def test_streams_a_folder(self, tmp_path, capsys):
+        """--workers changes no number, and a run that was begun with others goes on."""
+        write_images(tmp_path / "images", per_class=10)
+        command = ["--data", str(tmp_path / "images"), "--size", "32", "--batch-size", "8", "--epochs", "2",
+                   "--pictures"]
+        for name, options in (("kept", []), ("streamed", ["--workers", "2"])):
+            train.main([*command, *options, "--out", str(tmp_path / name)])
+        one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("kept", "streamed"))
+        assert all(one[name] == two[name] for name in ("linear", "knn", "uniformity", "raw", "untrained"))
+        train.main(["--evaluate", str(tmp_path / "kept"), "--data", str(tmp_path / "images"), "--workers", "0"])
+        assert "workers is 2; it must be None for shapes" in quit_with(["--workers", "2"], capsys)
 
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
     def test_every_loss_has_its_command(self, loss, tmp_path, small_shapes, capsys):

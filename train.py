@@ -75,6 +75,9 @@ def arguments(argv=None):
                        help="where torchvision's sets are, or are downloaded to")
     group.add_argument("--fraction", type=float, default=1.0, metavar="F",
                        help="share of each class's training images to use, in (0, 1]; the same ones for every seed")
+    group.add_argument("--workers", type=int, metavar="N",
+                       help="of a folder: processes that read its images while the encoder trains, for data larger than "
+                            "memory; None: all are read once and kept")
     group.add_argument("--size", type=int, metavar="S",
                        help="side in pixels that images are brought to; None: their own, of a folder that of the first "
                             "one if it is square and at most 96")
@@ -176,7 +179,8 @@ def run(args):
                                                       "alpha", "top_k", "epsilon", "cost", "kappa", "margin")}
     criterion = hardneg.ContrastiveLoss(args.loss, **options)
     print(f"reading {args.data} …", flush=True)
-    images = first_alone(lambda: hardneg.load(args.data, args.root, args.size, args.fraction), group).to(device)
+    images = first_alone(lambda: hardneg.load(args.data, args.root, args.size, args.fraction, workers=args.workers),
+                         group).to(device)
     size = images.train.shape[-1]
     encoder = hardneg.Encoder(args.encoder, size=size).to(device)
     if args.sync_batchnorm:
@@ -260,7 +264,8 @@ def first_alone(job, group):
     return done
 
 
-NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate")  # options that change no number of it
+# options that change no number of a run
+NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers")
 
 
 def transfer(args):
@@ -277,7 +282,7 @@ def transfer(args):
     torch.manual_seed(state["args"]["seed"])  # as in run: the weights that training began with
     encoder = hardneg.Encoder(name, size=size).to(args.device, memory_format=torch.channels_last)
     print(f"reading {args.data} …", flush=True)
-    images = hardneg.load(args.data, args.root, size, args.fraction).to(args.device)
+    images = hardneg.load(args.data, args.root, size, args.fraction, workers=args.workers).to(args.device)
     print(f"{args.data}: {len(images.train)} images for the readout, {len(images.test)} to test, "
           f"{len(images.classes)} classes, {size} × {size} pixels; {name} of {args.evaluate}, after "
           f"{max(0, state['training']['epoch'])} epochs of training on {state['args']['data']}"
@@ -471,6 +476,7 @@ def draw_pictures(args, state, trained, training):
     generator = torch.Generator(device).manual_seed(args.seed)
     some = torch.randperm(len(images.test), generator=generator, device=device)[:2000]
     test, labels, few = images.test[some], images.test_labels[some], slice(512)  # few: about a batch
+    test = torch.cat(list(test.split(500)))  # they may be files yet
     torch.manual_seed(args.seed)  # as in run: the weights that training began with
     untrained = hardneg.Encoder(args.encoder, size=test.shape[-1]).to(device)
     encoders = {"untrained": untrained, "trained": training.encoder}
