@@ -516,7 +516,7 @@ def _losses(o, pos_cosines, cosines, temperature, potential, bar, shared=None, r
     """The three questions, for some of the anchors: losses (a,), and the figures of them that `_summary` adds up.
 
     pos_cosines (a, M), cosines (a, N). bar(x) makes x (a, N) −∞ where there is no candidate; shared (a, N) is −∞ where
-    there is no positive, 0 elsewhere. scratch: two matrices (a, N); with these, the cosines may be overwritten too.
+    there is no positive, 0 elsewhere. scratch (a, N) may be overwritten, and if it is given, the cosines too.
     """
     objective, weights = OBJECTIVES[o.objective], WEIGHTS[o.weights]
     o = SimpleNamespace(**{**vars(o), "temperature": temperature, "potential": potential, "log_w_pos": None})
@@ -527,7 +527,7 @@ def _losses(o, pos_cosines, cosines, temperature, potential, bar, shared=None, r
     exponential, differentiable = "sums" in _takes(objective), torch.is_grad_enabled() and not o.detach_weights
     tilt = _tilt(o) if exponential and scratch is not None and not return_stats else None
     if tilt is not None:  # weights and objective are exponentials both: the first two questions at once, and in place
-        o.sums = _TiltedSum.apply(cosines, bar, *tilt, temperature, o.detach_weights, *scratch)
+        o.sums = _TiltedSum.apply(cosines, bar, *tilt, temperature, o.detach_weights, scratch)
     else:
         # 1. Who could be a negative?
         shut = bar(torch.zeros_like(cosines))  # added after a temperature that may be learned: 0 · ∞ is no gradient
@@ -696,30 +696,31 @@ class _TiltedSum(torch.autograd.Function):
         total_i = log n_i + LSE_j((1 + a) s_ij + b_j) − LSE_j(a s_ij + b_j),      ∂total_i/∂s_ij = (1 + a) p_ij − a q_ij
 
     with the shares p, q of the two sums; p alone where the weights are detached. It is what autograd would make of
-    `tilted`, but in the place of the cosines and of two more matrices, p and q, instead of a dozen new ones.
+    `tilted`, but in the place of the cosines, which q and the gradient take, and of one matrix p instead of a dozen.
     """
 
     @staticmethod
-    def forward(ctx, cosines, bar, a, b, temperature, detach_weights, p, q):
+    def forward(ctx, cosines, bar, a, b, temperature, detach_weights, p):
         def log_sum(factor, out):
             x = torch.mul(cosines, factor / temperature, out=out)
             return _log_sum(x if b is None else x.add_(b), -1, out=out)[0]
 
         bar(cosines)
         log_n = torch.ne(cosines, -INF, out=p).sum(-1).log().clamp_min(torch.finfo(p.dtype).min)
-        tilted = a >= torch.finfo(p.dtype).tiny  # below that is 0, and 0 · ∞ is not
-        total = log_sum(1 + a, p)
-        if tilted:
-            total = log_n + (total - log_sum(a, q))
-        ctx.gradient = torch.mul(p, (1 if detach_weights else 1 + a) / temperature, out=cosines)
-        if tilted and not detach_weights:
-            ctx.gradient.sub_(q, alpha=a / temperature)
+        if a < torch.finfo(p.dtype).tiny:  # that is 0, and 0 · ∞ is not
+            total = log_sum(1, cosines)
+            gradient = cosines.div_(temperature)
+        else:
+            total = log_n + (log_sum(1 + a, p) - log_sum(a, cosines))
+            gradient = cosines.mul_(0 if detach_weights else -a / temperature)
+            gradient.add_(p, alpha=(1 if detach_weights else 1 + a) / temperature)
+        ctx.gradient = gradient
         ctx.mark_non_differentiable(log_n)
         return total, log_n
 
     @staticmethod
     def backward(ctx, grad, _):
-        return ctx.gradient.mul_(grad[:, None]), *[None] * 7
+        return ctx.gradient.mul_(grad[:, None]), *[None] * 6
 
 
 def _slices(n, size):
@@ -740,7 +741,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
     size = min(size, max(1, len(anchors)))
     few = size if anchors.device.type != "cpu" else max(1, min(size, 2**20 // len(candidates)))
     # made once: fresh memory for each block would cost a CPU more than what is done in it
-    room, scratch = anchors.new_empty(size, len(candidates)), anchors.new_empty(2, few, len(candidates))
+    room, scratch = anchors.new_empty(size, len(candidates)), anchors.new_empty(few, len(candidates))
     losses, figures = anchors.new_empty(len(anchors)), {}
     for block in _slices(len(anchors), size):
         pos, cosines = _cosines(anchors[block], positives[block], candidates, out=room[:len(anchors[block])])
@@ -748,7 +749,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
             rows = slice(block.start + inner.start, min(block.start + inner.stop, block.stop))
             leaves = [x[inner].detach().requires_grad_(any(wanted[:3])) for x in (pos, cosines)] + scalars
             with torch.set_grad_enabled(weight is not None):
-                values, numbers = rule(rows, *leaves, scratch=scratch[:, :len(leaves[0])])
+                values, numbers = rule(rows, *leaves, scratch=scratch[:len(leaves[0])])
             losses[rows] = values.detach()
             for name, part in numbers.items():
                 figures.setdefault(name, part.new_empty(len(anchors)))[rows] = part
@@ -762,8 +763,7 @@ def _sweep(rule, size, tensors, weight=None, wanted=(False,) * 5):
                 for k, part in zip(asked, found):
                     parts[k] = part
             for x, part in zip((pos, cosines), parts):  # from here on their gradients
-                if part is None or not x[inner].is_set_to(part):  # unless they are there already
-                    x[inner] = 0 if part is None else part
+                x[inner] = 0 if part is None else part
             for total, part in zip(into[3:], parts[2:]):
                 if part is not None:
                     total += part

@@ -1791,6 +1791,7 @@ class TestImages:
         list(files.split(2))
         assert torch.equal(torch.random.get_rng_state(), before)
 
+    @pytest.mark.filterwarnings("ignore:.*cannot be read")
     def test_streamed_corrupt_file_is_replaced_by_the_next(self, tmp_path, fresh_warnings):
         write_images(tmp_path / "train")
         write_images(tmp_path / "test")

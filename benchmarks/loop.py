@@ -8,8 +8,8 @@ rounds of two measurements of one round, taken one after the other.
     views               hardneg.view, for a whole batch
     torchvision         the same crops, flips and colours by torchvision's transforms, image after image
     folder, N workers   the training loop on JPEG files that N processes read and resize, 0: the one that trains
-    per image           a DataLoader with torchvision's transforms on the same files, two views each, as the papers' code
-                        has it, with as many processes as there are cores; the encoder would come on top
+    per image           a DataLoader with torchvision's transforms on the same files, two views each, as the papers'
+                        code has it, with as many processes as there are cores; the encoder would come on top
 
 On a GPU: --device cuda --encoder resnet18, and --compile for the encoder by torch.compile. Results come to loop.json.
 """
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from datetime import date
+from operator import truediv
 from pathlib import Path
 
 import torch
@@ -98,7 +99,8 @@ def encoder_alone(images, options):
 
 def folder_of(images, path, n):
     """n of the images as JPEG files of 64 pixels, which have to be resized."""
-    for name, part, labels in (("train", images.train[:n], images.train_labels), ("test", images.test[:20], images.test_labels)):
+    parts = ("train", images.train[:n], images.train_labels), ("test", images.test[:20], images.test_labels)
+    for name, part, labels in parts:
         for k, (x, label) in enumerate(zip(hardneg._resized(part, 64).cpu(), labels.tolist())):
             target = path / name / str(label) / f"{k}.jpg"
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -147,16 +149,30 @@ def main():
                 rates[name].append(rate(step, b, options))
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     results = {"date": str(date.today()), "device": hardware, "encoder": options.encoder, "batch_size": b,
-               "compile": options.compile, "rates": rates,
+               "compile": options.compile, "of": of,
+               "rates": {name: [round(x, 1) for x in found] for name, found in rates.items()},
                "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__}}
     options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{results['date']}, {hardware}, {options.encoder}, batches of {b} images in two views, {options.rounds} rounds,"
-          f" torch {torch.__version__}, torchvision {torchvision.__version__}")
-    print("| | images/s | |\n|---|---|---|")
-    for name, found in rates.items():
-        ratio = statistics.median(x / y for x, y in zip(found, rates[of[name]])) if name in of else None
-        print(f"| {name} | {statistics.median(found):.0f} | "
-              + ("" if ratio is None else f"{ratio:.2f} times {of[name]}") + " |")
+    print(heading(results))
+    print(table(results))
+
+
+def heading(results):
+    """What was measured, on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    return (f"{results['date']}, {results['device']}, {results['encoder']}{', compiled' * results['compile']}, batches of "
+            f"{results['batch_size']} images in two views, {len(results['rates']['views'])} rounds, {versions}")
+
+
+def table(results):
+    """Markdown: medians, and the median share of another row."""
+    lines = ["| | images/s | |", "|---|---|---|"]
+    for name, found in results["rates"].items():
+        other = results["of"].get(name)
+        share = "" if other is None else statistics.median(map(truediv, found, results["rates"][other]))
+        share = share and f"{share:.2f} × {other}"
+        lines.append(f"| {name} | {statistics.median(found):.0f} | {share} |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

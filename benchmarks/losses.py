@@ -1,13 +1,13 @@
 """The losses in time and memory, beside what else there is: python benchmarks/losses.py
 
-Two views of B samples in D dimensions, float32, forward and backward. What the three products cost that no such loss can
-do without (cosines, and their gradient to anchors and to candidates) stands in the first row; it is the unit of the
-ratios. All rows are timed in turn, round after round, and a ratio is the median over rounds of two times of one round.
+Two views of B samples in D dimensions, float32, forward and backward. The first row is what no such loss can do without,
+three products (cosines, and their gradient to anchors and to candidates) into memory that is there already; it is the
+unit of the ratios. All rows are timed in turn, round after round, and a ratio is the median over rounds of two times of one round.
 Memory is the peak above the inputs, of one pass in a process of its own (of the device's allocator on a GPU).
 
 Peers: pip install pytorch-metric-learning lightly info-nce-pytorch POT
-What is not installed is left out with a note; what would want more than --gigabytes, by what it took at the size before,
-or 20 s a pass, too. Results come to losses.json and losses.png.
+What is not installed is left out with a note, and so is what would want more than --gigabytes, by what it took at the
+size before, or 20 s a pass. Results come to losses.json and losses.png.
 """
 import argparse
 import importlib.metadata
@@ -119,7 +119,7 @@ PEERS = {  # name: (what it computes, function)
     "cost by rows, POT": ("ot", dense_ot),
     "pytorch-metric-learning": ("simclr", metric_learning),
     "lightly": ("simclr", lightly),
-    "info-nce-pytorch": ("simclr", info_nce),  # one of the two views' anchors, half of their candidates: a quarter of it
+    "info-nce-pytorch": ("simclr", info_nce),  # another loss: one view's anchors, the other's candidates, a quarter of it
 }
 CASES |= {name: function for name, (_, function) in PEERS.items()}
 PACKAGES = {"cost by rows, POT": "POT", "pytorch-metric-learning": "pytorch-metric-learning", "lightly": "lightly",
@@ -195,8 +195,8 @@ def measure(options):
             for case in cases:
                 times[case].append(statistics.median(once(case, x, y) for _ in range(repeats[case])))
         for case, memory in cases.items():
-            last[case] = {"case": case, "size": size, "seconds": statistics.median(times[case]), "rounds": times[case],
-                          "memory": memory}
+            last[case] = {"case": case, "size": size, "seconds": statistics.median(times[case]),
+                          "rounds": [float(f"{t:.4g}") for t in times[case]], "memory": round(memory, 1)}
             rows.append(last[case])
         products.room = None
     return rows
@@ -280,15 +280,22 @@ def main():
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else \
         f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
     x, y = inputs(options.sizes[0] // 2, options.dim, options.device)
-    differences = {case: abs(float(CASES[case](x, y) - CASES[same](x, y))) for case, (same, _) in PEERS.items()
-                   if any(row["case"] == case for row in rows)}
-    results = {"date": str(date.today()), "device": hardware, "dim": options.dim, "sizes": options.sizes, "rows": rows, "differences": differences,
+    differences = {case: float((CASES[case](x, y) - CASES[same](x, y)).detach().abs())
+                   for case, (same, _) in PEERS.items() if any(row["case"] == case for row in rows)}
+    results = {"date": str(date.today()), "device": hardware, "dim": options.dim, "sizes": options.sizes,
+               "rows": rows, "differences": differences,
                "versions": {name: installed(name) for name in ("torch", *PACKAGES.values()) if installed(name)}}
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    options.out.write_text(json.dumps(results) + "\n")
     draw(results, options.out.with_suffix(".png"))
-    print(f"{results['date']}, {hardware}, D = {options.dim}, {options.rounds} rounds, "
-          + ", ".join(f"{k} {v}" for k, v in results["versions"].items()))
+    print(heading(results))
     print(table(results))
+
+
+def heading(results):
+    """What was measured, on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    rounds = len(results["rows"][0]["rounds"])
+    return f"{results['date']}, {results['device']}, D = {results['dim']}, {rounds} rounds, {versions}"
 
 
 if __name__ == "__main__":
