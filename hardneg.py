@@ -122,6 +122,7 @@ class _LogSumExp(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         ctx.dim = inputs[1]
         ctx.save_for_backward(output[1])
+        ctx.save_for_forward(output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -134,6 +135,12 @@ class _LogSumExp(torch.autograd.Function):
             inner = inner - grad.unsqueeze(ctx.dim)
         return (grad_shares - inner) * shares, None
 
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        shares, = ctx.saved_tensors
+        mean = (shares * tangent).sum(ctx.dim, keepdim=True)
+        return mean.squeeze(ctx.dim), (tangent - mean) * shares
+
 
 def _logsumexp(x, dim=-1):
     """log Σ_j e^{x_j}; where all of a row is −∞, the lowest finite number, with gradient zero instead of NaN."""
@@ -145,18 +152,24 @@ def _there(x):
     return x.detach().clone().ne_(-INF)
 
 
+def _finite(x):
+    """0 in place of −∞."""
+    return x.nan_to_num(nan=math.nan, posinf=INF, neginf=0)
+
+
 def _count(x):
-    """How many of a row are above −∞, (A, 1): exact in float32 up to 2^24 of them."""
-    return _there(x).sum(-1, keepdim=True)
+    """How many of a row are above −∞, (A, 1), in float32 at least: exact up to 2^24 of them."""
+    return _wide(_there(x)).sum(-1, keepdim=True)
 
 
 def _log_count(x):
     """log of how many of a row are above −∞, (A,); the lowest finite number for none, as in `_logsumexp`."""
-    return _count(x)[..., 0].log().clamp_min(torch.finfo(x.dtype).min)
+    return _count(x)[..., 0].log().to(x.dtype).clamp_min(torch.finfo(x.dtype).min)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 2. Weights: how much does each candidate count? logits (A, N) → log weights (A, N), −∞ where the logits are
+# 2. Weights: how much does each candidate count? logits (A, N) → log weights (A, N), −∞ where the logits are. Weights
+#    have mean 1 over the candidates of an anchor (`top`: over those it keeps), which the debiasing builds on
 # ---------------------------------------------------------------------------------------------------------------------
 
 def uniform(logits):
@@ -184,7 +197,7 @@ def _proportional(scores):
     """log N + log_softmax(scores), where N counts the scores above −∞: weights proportional to e^scores, of mean 1."""
     # numerics: from the largest down, as the sum of large scores is rounded at their size
     scores = scores - scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
-    return scores + (_count(scores).log() - _logsumexp(scores)[..., None])
+    return scores + (_count(scores).log().to(scores.dtype) - _logsumexp(scores)[..., None])
 
 
 def hardest(logits):
@@ -195,7 +208,8 @@ def hardest(logits):
     """
     logits = logits.detach()
     nearest = (logits - logits.amax(-1, keepdim=True)).eq_(0)  # −∞ − (−∞) is no 0: nothing in a row with no candidate
-    return nearest.log() + (_count(logits) / nearest.sum(-1, keepdim=True).clamp_min(1)).log()
+    share = _count(logits) / _wide(nearest).sum(-1, keepdim=True).clamp_min(1)
+    return nearest.log() + share.log().to(logits.dtype)
 
 
 def top(logits, alpha=0.1, top_k=None):
@@ -261,9 +275,9 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
     blocks = log_kernel if callable(log_kernel) else lambda: [log_kernel]
 
     def log_sum(x, dim):  # of an x that is needed no more
-        return _logsumexp(x, dim) if x.requires_grad else _log_sum(x, dim, out=x)[0]
+        return _logsumexp(x, dim) if torch.is_grad_enabled() else _log_sum(x, dim, out=x)[0]
 
-    def shares(log_sums):  # of n rows, or columns, that are not empty: −log n, −log of their sums, and which they are
+    def scaling(log_sums):  # of the n rows, or columns, that are not empty: −log n, −log of their sums, which they are
         there = log_sums > torch.finfo(log_sums.dtype).min / 2
         return -there.sum().clamp_min(1).to(log_sums.dtype).log(), -log_sums.masked_fill(~there, 0), there
 
@@ -273,15 +287,15 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
         row_sums, column_sums = [], []
         for block in blocks():
             row_sums.append(log_sum(block + g, 1))
-            column_sums.append(log_sum(block + shares(row_sums[-1])[1][:, None], 0))
-        log_a, f_next, rows = shares(torch.cat(row_sums))
+            column_sums.append(log_sum(block + scaling(row_sums[-1])[1][:, None], 0))
+        log_a, f_next, rows = scaling(torch.cat(row_sums))
         f_next = f_next + log_a * rows
         error = log_a.exp() * (torch.expm1(f - f_next).abs() * rows).sum()  # row i of P sums to e^{f − f_next} / A
         if tolerance is None:
             tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
         if step > 0 and (step == max_steps or not _known(error) or error <= tolerance):
             break
-        log_b, g, columns = shares(functools.reduce(torch.logaddexp, column_sums))
+        log_b, g, columns = scaling(functools.reduce(torch.logaddexp, column_sums))
         f, g = f_next, g + (log_b - log_a) * columns
     if _known(error) and not error <= tolerance:
         _warn_once("sinkhorn", f"Sinkhorn: {float(error.detach()):.1e} of the mass still in the wrong place "
@@ -299,7 +313,7 @@ def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=
     with potential 0, that is without marginals, and "sqeuclidean" it is `tilted` at β = t/ε. Rows are taken to be unit.
     Ref: [2] Eq. 5, Lemma 3 (Eq. 7 is printed without the factor e^{g_j})
     """
-    cosines = temperature * logits.nan_to_num(neginf=0)  # 0 · ∞ would be the gradient of the temperature
+    cosines = temperature * _finite(logits)  # 0 · ∞ would be the gradient of the temperature
     log_kernel = _log_kernel(cosines, epsilon, cost, kappa) + uniform(logits)
     if potential is None:
         potential = sinkhorn(log_kernel)[1]
@@ -403,12 +417,12 @@ def _pooled(pos):
 
 def _mean(x):
     """Mean over the entries of a row that are not −∞."""
-    return x.nan_to_num(neginf=0).sum(-1) / _count(x)[..., 0]
+    return _finite(x).sum(-1) / _count(x)[..., 0]
 
 
 def _expected(x, log_w):
     """Σ_j w_j x_j / Σ_j w_j, 0 in a row with no candidate."""
-    return (_LogSumExp.apply(log_w, -1)[1] * x.nan_to_num(neginf=0)).sum(-1)
+    return (_LogSumExp.apply(log_w, -1)[1] * _finite(x)).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -467,7 +481,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
 
     Any floating dtype comes in; the arithmetic and the loss are in float32 at least, autocast off. An option that the
     weights and the objective do not take has no effect. Cost: A·N·D, and of transported 2·A·N for each step of
-    Sinkhorn, on the whole matrix, that of all ranks on each. torch.func and a second derivative need block_size=0.
+    Sinkhorn, on each rank for all; above 2^24 pairs also A·N·D, as the cosines are not kept. torch.func and a second
+    derivative need block_size=0, and forward mode of transported detach_weights=False.
     ValueError names the argument that is off.
     Ref: PRESETS
     """
@@ -483,7 +498,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                 all_anchors, bar_all = everyone()
                 blocks = lambda: (bar_all(_log_kernel(all_anchors[rows] @ candidates.T, epsilon, cost, kappa), rows)
                                   for rows in _slices(len(all_anchors), size))
-                if len(all_anchors) * len(candidates) <= 2**24:  # up to 64 MB are kept, else made anew for each step
+                # kept where autograd does so anyway, and up to 64 MB; else made anew for each step
+                if torch.is_grad_enabled() or len(all_anchors) * len(candidates) <= 2**24:
                     blocks = lambda kept=list(blocks()): kept
                 potential = sinkhorn(blocks)[1]
 
@@ -645,7 +661,7 @@ def _cosine_figures(cosines, shut, pos, temperature):
     """Sums of the cosines of positives and of all candidates, and their numbers, a vector (a,) each."""
     n = _count(shut)[:, 0]
     return {"n": n, "any": n > 0, "negative": (cosines * _there(shut)).sum(-1), "pos_n": _count(pos)[:, 0],
-            "positive": temperature * pos.nan_to_num(neginf=0).sum(-1)}
+            "positive": temperature * _finite(pos).sum(-1)}
 
 
 def _figures(o, pos, neg, log_w, return_stats):
@@ -693,7 +709,7 @@ def _tilt(o):
 class _TiltedSum(torch.autograd.Function):
     """log Σ_j w_ij e^{s_ij} for weights that are exponentials, w_ij ∝ e^{a s_ij + b_j}, of mean 1; and log n_i.
 
-        total_i = log n_i + LSE_j((1 + a) s_ij + b_j) − LSE_j(a s_ij + b_j),      ∂total_i/∂s_ij = (1 + a) p_ij − a q_ij
+        total_i = log n_i + LSE_j((1 + a) s_ij + b_j) − LSE_j(a s_ij + b_j),     ∂total_i/∂s_ij = p_ij + a (p_ij − q_ij)
 
     with the shares p, q of the two sums; p alone where the weights are detached. It is what autograd would make of
     `tilted`, but in the place of the cosines, which q and the gradient take, and of one matrix p instead of a dozen.
@@ -707,20 +723,22 @@ class _TiltedSum(torch.autograd.Function):
 
         bar(cosines)
         log_n = torch.ne(cosines, -INF, out=p).sum(-1).log().clamp_min(torch.finfo(p.dtype).min)
-        if a < torch.finfo(p.dtype).tiny:  # that is 0, and 0 · ∞ is not
-            total = log_sum(1, cosines)
-            gradient = cosines.div_(temperature)
+        # numerics: from the nearest down, as in `_proportional`, and p − q before it is multiplied
+        nearest = cosines.amax(-1, keepdim=True).nan_to_num_(neginf=0)
+        cosines.sub_(nearest)
+        if b is None and a / temperature < torch.finfo(p.dtype).tiny:  # that is 0, and 0 · ∞ is not
+            total, ctx.gradient = log_sum(1, cosines), cosines
         else:
-            total = log_n + (log_sum(1 + a, p) - log_sum(a, cosines))
-            gradient = cosines.mul_(0 if detach_weights else -a / temperature)
-            gradient.add_(p, alpha=(1 if detach_weights else 1 + a) / temperature)
-        ctx.gradient = gradient
+            total, ctx.gradient = log_n + (log_sum(1 + a, p) - log_sum(a, cosines)), p
+            if not detach_weights:
+                ctx.gradient = torch.add(p, torch.sub(p, cosines, out=cosines), alpha=a, out=cosines)
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(log_n)
-        return total, log_n
+        return total + nearest[:, 0] / temperature, log_n
 
     @staticmethod
     def backward(ctx, grad, _):
-        return ctx.gradient.mul_(grad[:, None]), *[None] * 6
+        return ctx.gradient.mul_(grad[:, None] / ctx.temperature), *[None] * 6
 
 
 def _slices(n, size):
@@ -1042,8 +1060,8 @@ class Files(torch.utils.data.Dataset):
     workers    processes that read ahead, at least 0: with none, reading and training wait for each other
     device     where what is read goes
     `len`, `shape`, `device`, `to` and `split` are those of the tensor; files[some] are these files, unread, and with a
-    whole number k files[k] is that image. A file that cannot be read is named in a warning, and the next one that can
-    be stands in for it.
+    whole number k files[k] is that image. A file that cannot be read is named in a warning, by every process that meets
+    it, and the next one that can be stands in for it, under its label.
     """
 
     def __init__(self, paths, size, workers=0, device="cpu"):
@@ -1056,9 +1074,10 @@ class Files(torch.utils.data.Dataset):
         return len(self.paths)
 
     def __getitem__(self, index):
-        if not isinstance(index, int):
+        if not isinstance(index, numbers.Integral):
             chosen = torch.arange(len(self))[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
-            return Files([self.paths[k] for k in chosen], self.shape[-1], self.workers, self.device)
+            return Files([self.paths[k] for k in chosen.tolist()], self.shape[-1], self.workers, self.device)
+        index = range(len(self))[index]
         for k in range(len(self)):
             path = self.paths[(index + k) % len(self)]
             try:
@@ -1163,7 +1182,8 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     fraction   the share of each class's training images that is kept, in (0, 1]: for experiments on how little suffices
     workers    of a folder, processes that read its images while the encoder trains, again in each epoch, so that memory
                need not hold them (see Files); None: all are read now, and kept
-    An image file that cannot be read is named in a warning and left out; hidden folders are not looked at.
+    An image file that cannot be read is named in a warning and left out (with workers another one stands in for it);
+    hidden folders are not looked at.
     """
     _require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
     if data not in ("shapes", *TORCHVISION):
@@ -2098,8 +2118,8 @@ class Training:
                        for index in order.tensor_split(self.batches)]
             skipped = max(0, -self.pretrain - first)  # the first epoch of the pre-training is the shorter one
             indices = indices[skipped:]
-            others = [None] * len(indices) if partners is None else self._read([partners[i] for i in indices])
-            for step, (index, images, others) in enumerate(zip(indices, self._read(indices), others), first + skipped):
+            seconds = [None] * len(indices) if partners is None else self._read([partners[i] for i in indices])
+            for step, (index, images, others) in enumerate(zip(indices, self._read(indices), seconds), first + skipped):
                 place = self.pretrain + step + 1
                 try:
                     figures = self._pretrain_step(images) if step < 0 else self._step(step, index, images, others)

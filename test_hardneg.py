@@ -957,6 +957,48 @@ class TestEdges:
         agree(x, 2, loss=loss)
         assert (ours(x, 2, loss=loss)[1] * torch.tensor(x)).sum(1).abs().max() < 1e-12
 
+    @pytest.mark.parametrize("beta, t", [(1.0, 0.5), (100.0, 0.1), (1e4, 0.1), (1e6, 0.5), (1e8, 0.5), (2e-38, 1e9)])
+    @pytest.mark.parametrize("crowded", [False, True])
+    def test_blocks_are_as_exact_in_float32(self, beta, t, crowded):
+        """Whatever the tilt: blocks have a derivation of their own, and β multiplies what it rounds."""
+        x = normal(8, 64, 8)
+        x = x[:1] + 0.05 * x if crowded else x
+        options = dict(loss="hcl", beta=beta, temperature=t, tau_plus=0.0)
+        want, wanted = ours(x, 2, block_size=0, **options)
+        errors = []
+        for block_size in (0, 16):
+            value, gradient = ours(x, 2, dtype=torch.float32, block_size=block_size, **options)
+            errors.append((float((value - want).abs() / want), float((gradient - wanted).norm() / wanted.norm())))
+        assert all(new <= 4 * old + 1e-6 for old, new in zip(*errors)), errors
+
+    def test_hardly_any_transport_with_labels(self):
+        """ε so large that a = t/ε is nothing in float32: the potentials still count."""
+        x, options = normal(9, 16, 4), dict(loss="ot", labels=[0, 1, 0, 2, 3, 0, 1, 4], epsilon=1e38)
+        close(ours(x, 2, dtype=torch.float32, **options)[0], theirs(x, 2, **options)[0], 1e-5)
+
+    @pytest.mark.parametrize("objective", ["simple", "triplet"])
+    def test_nan_is_not_hidden(self, objective):
+        neg = torch.tensor([[0.1, math.nan], [0.1, 0.2]])
+        losses = hardneg.OBJECTIVES[objective](torch.tensor([[0.5], [0.0]]), neg, torch.zeros(2, 2))
+        assert losses[0].isnan() and losses[1].isfinite()
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_counts_are_whole_in_half_precision(self, dtype):
+        logits = torch.tensor(normal(10, 2, 300)).to(dtype)
+        logits[:, :3] = -INF
+        assert (hardneg.top(logits, alpha=0.5) == 0).sum(1).tolist() == (hardneg.top(logits.double(), alpha=0.5) == 0
+                                                                         ).sum(1).tolist()
+        for weights in (hardneg.hardest, hardneg.tilted, hardneg.uniform):
+            log_w = weights(torch.zeros(1, 70000, dtype=dtype))
+            assert log_w.dtype == dtype and log_w.abs().max() < 0.1
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_torch_func(self, loss):
+        """The Hessian by forward over reverse mode is that by reverse over reverse."""
+        x = normal(11, 6, 2)
+        f = lambda z: hardneg.contrastive_loss(*z.chunk(2), loss=loss, block_size=0, detach_weights=False)
+        close(torch.func.hessian(f)(torch.tensor(x)), torch.autograd.functional.hessian(f, torch.tensor(x)), 1e-10)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     @pytest.mark.parametrize("beta", [0.0, 1e-320, 1e-40])
     @pytest.mark.parametrize("block_size", [None, 0])
@@ -1778,7 +1820,8 @@ class TestImages:
         for index in (some, slice(2, 9, 3), kept.train_labels == 1):
             part = files.train[index]
             assert part.workers == workers and torch.equal(torch.cat(list(part.split(50))), kept.train[index])
-        assert torch.equal(files.train[7], kept.train[7])
+        assert torch.equal(files.train[7], kept.train[7]) and torch.equal(files.train[-1], kept.train[-1])
+        assert len(list(files.test)) == len(kept.test)
         assert files.to("meta").train.device.type == "meta"
         for encoder in (None, hardneg.Encoder(size=32)):
             wanted, found = (hardneg.evaluate(encoder, images) for images in (kept, files))

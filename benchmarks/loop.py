@@ -99,7 +99,7 @@ def encoder_alone(images, options):
 
 def folder_of(images, path, n):
     """n of the images as JPEG files of 64 pixels, which have to be resized."""
-    parts = ("train", images.train[:n], images.train_labels), ("test", images.test[:20], images.test_labels)
+    parts = ("train", images.train[:n], images.train_labels), ("test", images.test[:200], images.test_labels)
     for name, part, labels in parts:
         for k, (x, label) in enumerate(zip(hardneg._resized(part, 64).cpu(), labels.tolist())):
             target = path / name / str(label) / f"{k}.jpg"
@@ -160,8 +160,8 @@ def main():
 def heading(results):
     """What was measured, on what."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    return (f"{results['date']}, {results['device']}, {results['encoder']}{', compiled' * results['compile']}, batches of "
-            f"{results['batch_size']} images in two views, {len(results['rates']['views'])} rounds, {versions}")
+    return (f"{results['date']}, {results['device']}, {results['encoder']}{', compiled' * results['compile']}, batches "
+            f"of {results['batch_size']} images in two views, {len(results['rates']['views'])} rounds, {versions}")
 
 
 def table(results):

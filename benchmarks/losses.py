@@ -1,9 +1,9 @@
 """The losses in time and memory, beside what else there is: python benchmarks/losses.py
 
-Two views of B samples in D dimensions, float32, forward and backward. The first row is what no such loss can do without,
-three products (cosines, and their gradient to anchors and to candidates) into memory that is there already; it is the
-unit of the ratios. All rows are timed in turn, round after round, and a ratio is the median over rounds of two times of one round.
-Memory is the peak above the inputs, of one pass in a process of its own (of the device's allocator on a GPU).
+Two views of B samples in D dimensions, float32, forward and backward. The first row is what no such loss can do
+without, three products (cosines, and their gradient to anchors and to candidates) into memory that is there already; it
+is the unit of the ratios. All rows are timed in turn, round after round, and a ratio is the median over rounds of two
+times of one round. Memory is the peak above the inputs, of one pass in a process of its own (of the device's allocator on a GPU).
 
 Peers: pip install pytorch-metric-learning lightly info-nce-pytorch POT
 What is not installed is left out with a note, and so is what would want more than --gigabytes, by what it took at the
@@ -119,7 +119,7 @@ PEERS = {  # name: (what it computes, function)
     "cost by rows, POT": ("ot", dense_ot),
     "pytorch-metric-learning": ("simclr", metric_learning),
     "lightly": ("simclr", lightly),
-    "info-nce-pytorch": ("simclr", info_nce),  # another loss: one view's anchors, the other's candidates, a quarter of it
+    "info-nce-pytorch": ("simclr", info_nce),  # another loss: one view against the other, a quarter
 }
 CASES |= {name: function for name, (_, function) in PEERS.items()}
 PACKAGES = {"cost by rows, POT": "POT", "pytorch-metric-learning": "pytorch-metric-learning", "lightly": "lightly",
