@@ -283,19 +283,20 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
 
     g = f = 0.0
     for step in range(max_steps + 1):
-        # a block is scaled by rows and then, where it is, summed by columns
-        row_sums, column_sums = [], []
-        for block in blocks():
-            row_sums.append(log_sum(block + g, 1))
-            column_sums.append(log_sum(block + scaling(row_sums[-1])[1][:, None], 0))
-        log_a, f_next, rows = scaling(torch.cat(row_sums))
+        row_sums = column_sums = None
+        for block in blocks():  # is scaled by rows and then, where it is, summed by columns
+            sums = log_sum(block + g, 1)
+            row_sums = sums if row_sums is None else torch.cat([row_sums, sums])  # no list, which would scatter memory
+            sums = log_sum(block + scaling(sums)[1][:, None], 0)
+            column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
+        log_a, f_next, rows = scaling(row_sums)
         f_next = f_next + log_a * rows
         error = log_a.exp() * (torch.expm1(f - f_next).abs() * rows).sum()  # row i of P sums to e^{f − f_next} / A
         if tolerance is None:
             tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
         if step > 0 and (step == max_steps or not _known(error) or error <= tolerance):
             break
-        log_b, g, columns = scaling(functools.reduce(torch.logaddexp, column_sums))
+        log_b, g, columns = scaling(column_sums)
         f, g = f_next, g + (log_b - log_a) * columns
     if _known(error) and not error <= tolerance:
         _warn_once("sinkhorn", f"Sinkhorn: {float(error.detach()):.1e} of the mass still in the wrong place "

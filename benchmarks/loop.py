@@ -136,17 +136,24 @@ def main():
         streams = {n: hardneg.load(path, size=32, workers=n).to(options.device) for n in (0, os.cpu_count() or 1)}
         rows = {"encoder alone": encoder_alone(images, options), "training loop": trainer(images, options),
                 "views": lambda: [hardneg.view(batch) for _ in range(2)],
-                "torchvision": lambda: [[PerImage.one(x) for x in pictures] for _ in range(2)],
-                **{f"folder, {n} workers": trainer(stream, options) for n, stream in streams.items()},
-                "per image": loader(streams[0].train.paths, options)}
+                "torchvision": lambda: [[PerImage.one(x) for x in pictures] for _ in range(2)]}
+        with_workers = {**{f"folder, {n} workers": lambda stream=stream: trainer(stream, options)
+                           for n, stream in streams.items()},
+                        "per image": lambda: loader(streams[0].train.paths, options)}
         of = {"training loop": "encoder alone", "views": "torchvision", "per image": "training loop",
               **{f"folder, {n} workers": "training loop" for n in streams}}
-        rates = {name: [] for name in rows}
+        rates = {name: [] for name in (*rows, *with_workers)}
         for step in rows.values():
             step()  # compiled, loaded, allocated
         for _ in tqdm(range(options.rounds)):
             for name, step in rows.items():
                 rates[name].append(rate(step, b, options))
+            for name, begin in with_workers.items():  # which end with it, and read nothing ahead while others are timed
+                step = begin()
+                for _ in range(5):  # what was read ahead is used up
+                    step()
+                rates[name].append(rate(step, b, options))
+                del step
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     results = {"date": str(date.today()), "device": hardware, "encoder": options.encoder, "batch_size": b,
                "compile": options.compile, "of": of,
