@@ -3586,6 +3586,8 @@ class TestReadme:
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
         import cifar10
         import diffhard
+        import loop
+        import losses
         import temperature
         results = json.loads((HERE / "benchmarks" / "cifar10.json").read_text())
         assert cifar10.table(results) in README
@@ -3599,6 +3601,10 @@ class TestReadme:
         assert {(r["name"], str(r["options"]["fraction"]), r["seed"]) for r in results} == \
             {(method, fraction, seed) for method in diffhard.METHODS for fraction in diffhard.SIZES
              for seed in (0, 1, 2) if fraction == "0.1" or method not in diffhard.ABLATION}
+        said = (HERE / "benchmarks" / "README.md").read_text()
+        for program in (losses, loop):
+            results = json.loads((HERE / "benchmarks" / f"{program.__name__}.json").read_text())
+            assert program.heading(results) in said and program.table(results) in said
         for picture in re.findall(r"\]\((benchmarks/.*?png)\)", README):
             assert (HERE / picture).stat().st_size > 5000
 

@@ -244,9 +244,10 @@ def draw(results, path):
     """Time and memory over the batch, peers dashed."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     shown = [case for case in CASES if case not in ("debiased", "simple", "triplet", "ppcl")]
-    for case in shown:
+    for k, case in enumerate(shown):
         rows = [row for row in results["rows"] if row["case"] == case]
-        style = dict(ls=":" if case == "three products" else "--" if case in PEERS else "-", marker="o", ms=3)
+        style = dict(color="black" if k == 0 else plt.cm.tab10(k - 1), marker="o", ms=3,
+                     ls=":" if k == 0 else "--" if case in PEERS else "-")
         for axis, name, factor in zip(axes, ("seconds", "memory"), (1000, 1)):
             if not (name == "memory" and case == "three products"):
                 axis.plot([r["size"] for r in rows], [factor * r[name] for r in rows], label=case, **style)
