@@ -277,7 +277,7 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
     def log_sum(x, dim):  # of an x that is needed no more
         return _logsumexp(x, dim) if torch.is_grad_enabled() else _log_sum(x, dim, out=x)[0]
 
-    def scaling(log_sums):  # of the n rows, or columns, that are not empty: −log n, −log of their sums, which they are
+    def scaling(log_sums):  # of the n rows, or columns, that are not empty: −log n, −log of each sum, which they are
         there = log_sums > torch.finfo(log_sums.dtype).min / 2
         return -there.sum().clamp_min(1).to(log_sums.dtype).log(), -log_sums.masked_fill(~there, 0), there
 
@@ -543,7 +543,7 @@ def _losses(o, pos_cosines, cosines, temperature, potential, bar, shared=None, r
         pos = torch.cat([pos, cosines / temperature + shared], 1)                           # (a, M + N)
     exponential, differentiable = "sums" in _takes(objective), torch.is_grad_enabled() and not o.detach_weights
     tilt = _tilt(o) if exponential and scratch is not None and not return_stats else None
-    if tilt is not None:  # weights and objective are exponentials both: the first two questions at once, and in place
+    if tilt is not None:  # a short cut to the same sums, in place, where weights and objective are exponentials both
         o.sums = _TiltedSum.apply(cosines, bar, *tilt, temperature, o.detach_weights, scratch)
     else:
         # 1. Who could be a negative?
@@ -558,7 +558,7 @@ def _losses(o, pos_cosines, cosines, temperature, potential, bar, shared=None, r
         with torch.set_grad_enabled(differentiable):
             log_w = shut if o.weights == "top" else _apply(weights, o, neg)                 # top: those that are left
         if exponential:
-            o.sums = _logsumexp(neg + log_w), _log_count(shut)  # all weights add up to the number of those left
+            o.sums = _logsumexp(neg + log_w), _log_count(shut)  # weights add up to the number of those left
     if o.tau_plus > 0 and pos.shape[1] > 1:  # by the same rule, but outside the coupling: there is no potential
         o.potential = 0.0
         with torch.set_grad_enabled(differentiable):

@@ -76,8 +76,8 @@ def arguments(argv=None):
     group.add_argument("--fraction", type=float, default=1.0, metavar="F",
                        help="share of each class's training images to use, in (0, 1]; the same ones for every seed")
     group.add_argument("--workers", type=int, metavar="N",
-                       help="of a folder: processes that read its images while the encoder trains, for data larger than "
-                            "memory; None: all are read once and kept")
+                       help="of a folder: processes that read its images while the encoder trains, for data larger "
+                            "than memory; None: all are read once and kept")
     group.add_argument("--size", type=int, metavar="S",
                        help="side in pixels that images are brought to; None: their own, of a folder that of the first "
                             "one if it is square and at most 96")

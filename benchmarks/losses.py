@@ -3,7 +3,8 @@
 Two views of B samples in D dimensions, float32, forward and backward. The first row is what no such loss can do
 without, three products (cosines, and their gradient to anchors and to candidates) into memory that is there already; it
 is the unit of the ratios. All rows are timed in turn, round after round, and a ratio is the median over rounds of two
-times of one round. Memory is the peak above the inputs, of one pass in a process of its own (of the device's allocator on a GPU).
+times of one round. Memory is the peak above the inputs, of one pass in a process of its own (on a GPU: of its
+allocator).
 
 Peers: pip install pytorch-metric-learning lightly info-nce-pytorch POT
 What is not installed is left out with a note, and so is what would want more than --gigabytes, by what it took at the
@@ -51,8 +52,7 @@ products.room = None
 
 
 def ours(loss):
-    return lambda x, y: contrastive_loss(x, y, loss=loss, temperature=TEMPERATURE, tau_plus=None, beta=BETA,
-                                         epsilon=EPSILON)
+    return lambda x, y: contrastive_loss(x, y, loss=loss, temperature=TEMPERATURE, beta=BETA, epsilon=EPSILON)
 
 
 def pairs(x, y):
