@@ -1,721 +1,697 @@
-"""Train an encoder without labels, and see what it has learned: python train.py --loss hard --alpha 0.3
+"""Train an encoder without labels and measure what it has learned: python train.py --loss hard --alpha 0.3
 
-A progress bar, then a table of how well the features of the raw pixels, of the untrained and of the trained encoder
-tell the classes apart; results.json, curves.png and the checkpoint lie in the folder of --out. With --evaluate RUN
-nothing is trained: the table is that of the encoder of such a folder on the images of --data.
+Prints how well raw pixels, the untrained and the trained encoder tell the classes apart; writes results.json,
+curves.png and checkpoint.pt. Sections: arguments, main and run, images, evaluation and results, pictures.
 """
 import argparse
-import copy
-import datetime
 import json
 import math
 import os
-import pickle
-import platform
-import re
 import sys
-import textwrap
 import time
+import warnings
 from pathlib import Path
+from typing import NamedTuple
 
-import matplotlib
 import torch
 import torchvision
+from matplotlib import pyplot as plt
+from torchvision import datasets
+from torchvision.transforms import functional as T
 from tqdm import tqdm
 
 import hardneg
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  (the backend is chosen first: there may be no screen)
+BICUBIC = T.InterpolationMode.BICUBIC
+METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
+TEMPERATURES = dict.fromkeys(hardneg.PRESETS, 0.1) | {"hcl": 0.3}  # if none is given
+WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
+NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers")  # change no number
+FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
+PICTURES = [f"{name}.png" for name in
+            "separation gradient weights neighbours nearest uniformity histograms".split()]
 
 
 def arguments(argv=None):
+    """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        epilog="Papers: [1] HCL, Robinson et al. 2021; [2] HCL-OT, Jiang et al. 2023; [3] DiffHard, 2023; "
-               "[4] Wang & Liu 2021. README.md says which loss when.")
-    flag = argparse.BooleanOptionalAction
+        epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
+    real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
+    yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
+    own = lambda key: "None: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
+    add = parser.add_argument_group("loss").add_argument
+    add("--loss", choices=hardneg.PRESETS, help="weights and objective; None: hcl, or ppcl for diffhard")
+    add("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives; None: those of the loss")
+    add("--objective", choices=hardneg.OBJECTIVES, help="None: that of the loss; ppcl for generated pairs")
+    add("--temperature", **real, help="divides cosines, above 0; None: 0.3 for hcl and diffhard, else 0.1")
+    add("--tau-plus", **real, help="share of false negatives, in [0, 1) [1]; None: 0.1 for debiased and hcl")
+    add("--beta", **real, default=1.0, help="hcl: concentration on near negatives, at least 0 [1]")
+    add("--anneal", **no, help="hcl: lower beta to 0 in five steps over the run")
+    add("--epsilon", **real, default=0.3, help="ot: regularisation, in units of the cost, above 0 [2]")
+    add("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"), help="ot: cost of the coupling")
+    add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
+    add("--alpha", **real, nargs="?", default=0.1, const=0.1, help="hard: nearest share kept, in (0, 1] [4]")
+    add("--lead-in", **yes, help="hard: lower the share from 1 to alpha over the first half of the run")
+    add("--margin", **real, default=0.0, help="triplet: a squared distance, at least 0")
+    add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default="shapes", metavar="NAME", help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
+        "folder: one folder of images per class, or train/ and test/ that hold such folders")
+    add("--root", default="data", metavar="DIR", help="where torchvision's sets are, or are downloaded to")
+    add("--fraction", **real, default=1.0, help="share of each class to train on, in (0, 1]")
+    add("--workers", **whole, help="processes that read a folder during training; None: read it once")
+    add("--size", **whole, help="side of images in pixels; None: their own, in a folder at most 96")
+    add = parser.add_argument_group("training").add_argument
+    add("--method", default="simclr", choices=METHODS, help="candidates: simclr, the batch; bank, a row per "
+        "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]")
+    add("--momentum", **real, help="of the bank's rows (None: 0.5), of slow copies (None: 0.99), in [0, 1)")
+    add("--queue-size", **whole, default=4096, help="embeddings in the queue, fewer than training images")
+    add("--bound", **real, default=0.015, help="clae: largest change of a pixel, in (0, 1)")
+    add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
+    add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
+    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}")
+    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}")
+    add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
+    add("--lr", **real, help=f"peak learning rate; {own('lr')}")
+    add("--weight-decay", **real, help=own("weight_decay"))
+    add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
+    add("--seed", **whole, default=0, help="of weights, order and views")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
+    add("--out", type=Path, metavar="DIR", help="output folder; None: runs/DATA-METHOD-LOSS-SEED")
+    add("--pictures", **no, help="also draw what the encoder has learned")
+    add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
+    add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
+    add = parser.add_argument_group("diffhard [3]").add_argument
+    add("--pairs", **yes, help="two images of a latent, by G and its slow copy, are positives; no: G+Hard")
+    add("--ascent", **yes, help="the generator ascends the encoder's loss; no: G+Pos, without pairs CL-GAN")
+    add("--pretrain", **whole, default=10, help="epochs of the game before the encoder begins, at least 0")
+    add("--every", **whole, default=4, help="steps of the encoder per step of the generator, at least 1")
+    add("--width", **whole, default=16, help="channels at full size: 16 for a CPU, 64 for a GPU")
+    add("--latent", **whole, default=64, help="dimensions of a latent")
+    add("--gan-lr", **real, default=4e-4, help="learning rate of generator and discriminator")
+    add("--ascent-lr", **real, default=1e-4, help="peak rate of the ascent: higher makes images harder")
 
-    group = parser.add_argument_group("the loss")
-    group.add_argument("--loss", choices=hardneg.PRESETS,
-                       help="a preset of weights and objective; None: hcl, with --method diffhard ppcl")
-    group.add_argument("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives, instead of the loss's own")
-    group.add_argument("--objective", choices=hardneg.OBJECTIVES,
-                       help="what is done with them, instead of the loss's own; None, in a game of pairs: ppcl")
-    group.add_argument("--temperature", type=float, default=0.3, metavar="t", help="divides cosines, above 0")
-    group.add_argument("--margin", type=float, default=0.0, metavar="M",
-                       help="of triplet, in the unit of a squared distance, 0 or more")
-    group = parser.add_argument_group("debiased and hcl [1]")
-    group.add_argument("--tau-plus", type=float, metavar="T",
-                       help="probability that a negative is of the anchor's class, in [0, 1); None: the loss's own, "
-                            "0.1 for debiased and hcl, 0 for others")
-    group.add_argument("--beta", type=float, default=1.0, metavar="B",
-                       help="concentration on near negatives, 0 or more")
-    group.add_argument("--anneal", action=flag, default=False, help="bring beta down to 0 in five stairs over the run")
-    group.add_argument("--true-positives", action=flag, default=False,
-                       help="take the second view of another image of the same class: looks at the labels")
-    group = parser.add_argument_group("ot [2]")
-    group.add_argument("--epsilon", type=float, default=0.3, metavar="E",
-                       help="entropic regularisation in the unit of the cost, above 0: the smaller, the harder")
-    group.add_argument("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"),
-                       help="ground cost of the coupling")
-    group.add_argument("--kappa", type=float, default=0.0, metavar="K", help="κ of the cost exp")
-    group = parser.add_argument_group("hard and hard-simple [4]")
-    group.add_argument("--alpha", type=float, default=0.1, metavar="A",
-                       help="share of nearest negatives kept, in (0, 1]")
-    group.add_argument("--top-k", type=int, metavar="K", help="number of nearest negatives kept, instead of a share")
-    group.add_argument("--lead-in", action=flag, default=True,
-                       help="bring the share down from 1 to alpha over the first half of the run")
-
-    group = parser.add_argument_group("data")
-    group.add_argument("--data", default="shapes", metavar="NAME",
-                       help=f"shapes (built in), {', '.join(hardneg.TORCHVISION)}, or a folder with a folder of images "
-                            "for each class, or with train/ and test/ of that kind in it")
-    group.add_argument("--root", default="data", metavar="DIR",
-                       help="where torchvision's sets are, or are downloaded to")
-    group.add_argument("--fraction", type=float, default=1.0, metavar="F",
-                       help="share of each class's training images to use, in (0, 1]; the same ones for every seed")
-    group.add_argument("--workers", type=int, metavar="N",
-                       help="of a folder: processes that read its images while the encoder trains, for data larger "
-                            "than memory; None: all are read once and kept")
-    group.add_argument("--size", type=int, metavar="S",
-                       help="side in pixels that images are brought to; None: their own, of a folder that of the first "
-                            "one if it is square and at most 96")
-
-    group = parser.add_argument_group("training")
-    group.add_argument("--method", default="simclr", choices=hardneg.METHODS,
-                       help="where the candidates come from: simclr, the batch; bank, a row for every training image "
-                            "[4]; queue, earlier batches as a slow copy of the encoder sees them; clae, the batch and "
-                            "views perturbed against the encoder; diffhard, the batch and images generated against "
-                            "the encoder [3]")
-    group.add_argument("--momentum", type=float, metavar="M",
-                       help="of the bank's rows, None: 0.5; of the queue's slow encoder and of the slow generator, "
-                            "None: 0.99; in [0, 1)")
-    group.add_argument("--queue-size", type=int, default=4096, metavar="K",
-                       help="embeddings that the queue remembers, fewer than there are images")
-    group.add_argument("--bound", type=float, default=0.015, metavar="P",
-                       help="of clae: the largest change of a pixel, where 1 is white")
-    group.add_argument("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
-    adamw, sgd = (hardneg.RECIPES[name] for name in ("adamw", "sgd"))
-
-    def settings(name):
-        return f"None: the recipe's, {adamw[name]:g} for adamw, {sgd[name]:g} for sgd"
-
-    group.add_argument("--recipe", default="adamw", choices=hardneg.RECIPES,
-                       help="adamw, with a warm-up and a cosine; sgd, with momentum 0.9, a tenth of the rate from 80%% "
-                            "of the run on, a hundredth from 95%%, as in [4]")
-    group.add_argument("--epochs", type=int, metavar="N", help=f"times that every image is seen; {settings('epochs')}")
-    group.add_argument("--batch-size", type=int, metavar="B",
-                       help=f"images in a batch, at least 2; {settings('batch_size')}")
-    group.add_argument("--micro-batch", type=int, metavar="M",
-                       help="views that the encoder takes at a time, so that a large batch needs the memory of this "
-                            "many, for one more forward pass; None: all at once")
-    group.add_argument("--lr", type=float, metavar="LR", help=f"highest learning rate; {settings('lr')}")
-    group.add_argument("--weight-decay", type=float, metavar="W", help=f"weight decay; {settings('weight_decay')}")
-    group.add_argument("--sync-batchnorm", action=flag, default=False,
-                       help="under torchrun, on GPUs: BatchNorm normalises the batch of all ranks, not each share")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of the weights, the order and the views")
-    group.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", metavar="D",
-                       help="cpu, cuda, …")
-    group.add_argument("--out", type=Path, metavar="DIR",
-                       help="folder for what comes out; None: runs/DATA-METHOD-LOSS-SEED")
-    group.add_argument("--pictures", action=flag, default=False,
-                       help="draw what the encoder has learned into DIR; with --resume, of a run that is finished")
-    group.add_argument("--resume", action=flag,
-                       help="go on from the last epoch saved in DIR, or begin anew; None: go on with a run of the same "
-                            "options that was stopped")
-    group = parser.add_argument_group("diffhard [3]", "--no-pairs: its G+Hard; --no-ascent: its G+Pos; both: CL-GAN")
-    group.add_argument("--pairs", action=flag, default=True,
-                       help="two images of each latent, by the generator and its slow follower, are positives")
-    group.add_argument("--ascent", action=flag, default=True, help="the generator ascends the encoder's loss")
-    group.add_argument("--pretrain", type=int, default=300, metavar="M",
-                       help="steps of generator and discriminator before the encoder begins, 0 or more")
-    group.add_argument("--every", type=int, default=4, metavar="n",
-                       help="steps of the encoder for each of the generator's, at least 1")
-    group.add_argument("--width", type=int, default=16, metavar="W",
-                       help="channels of generator and discriminator at full size: 16 for a CPU, 64 for a GPU")
-    group.add_argument("--latent", type=int, default=64, metavar="L", help="dimensions of a latent")
-    group.add_argument("--gan-lr", type=float, default=4e-4, metavar="LR",
-                       help="learning rate of generator and discriminator")
-    group.add_argument("--ascent-lr", type=float, default=1e-4, metavar="LR",
-                       help="highest learning rate of the ascent: the higher, the harder the images, and the less like "
-                            "real ones")
-    group = parser.add_argument_group("evaluation")
-    group.add_argument("--evaluate", type=Path, metavar="RUN",
-                       help="train nothing: how well the encoder of this run's folder does on the images of --data")
     args = parser.parse_args(argv)
-    if args.loss is None:
-        args.loss = "ppcl" if args.method == "diffhard" else "hcl"
-    nce = hardneg.PRESETS[args.loss][1] == "nce"
-    if args.objective is None and args.method == "diffhard" and args.pairs and nce:  # its weights, on pairs
-        args.objective = "ppcl"
+    game = args.method == "diffhard"
+    args.loss = args.loss or ("ppcl" if game else "hcl")
+    if game and args.pairs and args.objective is None and hardneg.PRESETS[args.loss][1] == "nce":
+        args.objective = "ppcl"  # nce knows no generated pairs
+    if args.temperature is None:
+        args.temperature = 0.3 if game else TEMPERATURES[args.loss]
     if args.out is None:
-        part = "" if args.method != "diffhard" else "-no-pairs" * (not args.pairs) + "-no-ascent" * (not args.ascent)
-        args.out = Path("runs") / f"{Path(args.data).name}-{args.method}{part}-{args.loss}-{args.seed}"
+        variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
+        args.out = Path("runs", f"{Path(args.data).name}-{args.method}{variant}-{args.loss}-{args.seed}")
     return args
 
 
+def require(fine, name, got, allowed):
+    """Raise a ValueError that names an argument, what it is and what it may be."""
+    if not fine:
+        raise ValueError(f"{name} is {got}; it must be {allowed}")
+
+
+# ---- Main and run ------------------------------------------------------------------------------------------
 def main(argv=None):
+    """Run the command; an error in options, data or disk ends it with one line and exit code 1."""
     args = arguments(argv)
     try:
         run(args) if args.evaluate is None else transfer(args)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
-        if args.evaluate:
-            sys.exit("\nStopped.")
-        saved = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
-        sys.exit("\nStopped; " + ("the same command goes on from what was saved last." if saved else
-                                  "nothing was saved yet."))
-    except (ValueError, RuntimeError, FloatingPointError, OSError) as error:  # of arguments, data, a loss, a disk
+        sys.exit("\nStopped; the same command goes on from the last saved epoch, if there is one.")
+    except (ValueError, ArithmeticError, RuntimeError, OSError, AssertionError) as error:
         sys.exit(f"train.py: {error}")
 
 
 def run(args):
-    torch.manual_seed(args.seed)
+    """Train an encoder as the options say, measure it and save the results."""
     group, rank = join(args)
-    device = torch.device(args.device)
-    options = {name: getattr(args, name) for name in ("weights", "objective", "temperature", "tau_plus", "beta",
-                                                      "alpha", "top_k", "epsilon", "cost", "kappa", "margin")}
-    criterion = hardneg.ContrastiveLoss(args.loss, **options)
-    print(f"reading {args.data} …", flush=True)
-    images = first_alone(lambda: hardneg.load(args.data, args.root, args.size, args.fraction, workers=args.workers),
-                         group).to(device)
-    size = images.train.shape[-1]
-    encoder = hardneg.Encoder(args.encoder, size=size).to(device)
+    names = (*WEIGHT_OPTIONS, "weights", "objective", "tau_plus", "margin")
+    criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in names})
+    if rank > 0:
+        torch.distributed.barrier()  # the first process downloads, then the others find the files
+    images = read(args, args.size)
+    if group and rank == 0:
+        torch.distributed.barrier()
+    encoder = untrained(args.encoder, images, args.seed)
     if args.sync_batchnorm:
-        if group is None or device.type != "cuda":
-            raise ValueError("--sync-batchnorm is for several processes on GPUs: torchrun --nproc-per-node N train.py "
-                             "--device cuda")
         encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
-    game = None
-    if args.method == "diffhard":
-        if size < 8 or size & (size - 1):
-            raise ValueError(f"--size: the images have {size} pixels a side, a game needs a power of two: --size 32")
-        if args.pairs and criterion.resolved.objective != "ppcl":
-            raise ValueError(f"--objective is {criterion.resolved.objective}, which knows no pairs: --objective ppcl, "
-                             "or --no-pairs")
-        game = hardneg.Game(size, args.width, args.latent, args.pairs, args.ascent,
-                            0.99 if args.momentum is None else args.momentum, args.pretrain, args.every,
-                            lr=args.gan_lr, ascent_lr=args.ascent_lr)
-    view_options = {"blur": 0.5} if size > 64 else {}  # blurred, small images lose what they show
-    training = hardneg.Training(encoder, images, criterion, args.method, args.momentum, args.queue_size, args.recipe,
-                                args.epochs, args.batch_size, args.lr, args.weight_decay, {}, view_options,
-                                args.true_positives, seed=args.seed, bound=args.bound, game=game,
-                                micro_batch=args.micro_batch, group=group)
-    training.schedules = schedules(args, training)
-    print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-          f"{len(images.classes)} classes, {size} × {size} pixels, on {device}"
-          + (f", {training.ranks} processes" if group else ""))
-    print(criterion)
-    for name, schedule in training.schedules.items():
-        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run; "
-              f"{'--no-anneal' if name == 'beta' else '--no-lead-in'} keeps it at {getattr(args, name):g}")
-
-    same = {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_RUN}
+    schedules = {}
+    if args.anneal and criterion.weights == "tilted":
+        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
+    if args.lead_in and criterion.weights == "top":
+        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
+    training = hardneg.Training(
+        encoder, images.train, make_method(args, criterion, encoder, images), args.recipe, args.epochs,
+        args.batch_size, args.lr, args.weight_decay, schedules, args.micro_batch, group=group, seed=args.seed)
+    print(criterion, f"on {training.ranks} processes" if group else "")
+    for name, schedule in schedules.items():
+        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run")
+    if criterion.objective in ("nce", "ppcl") and criterion.weights != "top":
+        n, views = len(images.train), 2 * -(-len(images.train) // training.batches)
+        n = {"bank": n - 1, "queue": args.queue_size, "diffhard": 2 * views - 2}.get(args.method, views - 2)
+        print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
+    same = {name: value for name, value in vars(args).items() if name not in NOT_OF_THE_RUN}
     state = restore(args, training, same)
-    if group is not None:
-        torch.distributed.barrier()  # all have looked, before the first one tidies up
-    if rank > 0:  # one rank writes
+    if group:
+        torch.distributed.barrier()  # every process has read the checkpoint before one removes it
+    if rank > 0:  # the first process alone measures and writes
         for _ in training:
             pass
         return
-    if state is None:
-        begin_anew(args.out)
-        state = {"history": [], "seconds": 0.0, "before": None, "size": size}
     args.out.mkdir(parents=True, exist_ok=True)
-    if not os.access(args.out, os.W_OK):
-        raise ValueError(f"--out: {args.out} cannot be written to")
-    if state["before"] is None:
-        print("how well the classes can be told by the raw pixels, and by the encoder before it is trained …",
-              flush=True)
-        state["before"] = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
+    require(os.access(args.out, os.W_OK), "--out", args.out, "a folder that can be written to")
+    if state is None:
+        print("measuring the raw pixels and the untrained encoder …", flush=True)
+        state = {"history": [], "seconds": 0.0, "size": images.train.shape[-1],
+                 "before": {"raw": evaluate(None, images), "untrained": evaluate(encoder, images)}}
+        for name in ("checkpoint.pt", "results.json", "evaluate-*", "curves.png", "pairs-*", *PICTURES):
+            for path in list(args.out.glob(name)):
+                print(f"removing {path}, of an earlier run")
+                path.unlink()
     learn(args, training, state, same)
-    trained = hardneg.evaluate(encoder, images)
-    report(args, state, trained, training)
+    rows = {**state["before"], "trained": evaluate(encoder, images)}
+    draw_curves(args.out / "curves.png", state["history"])
+    report(args.out / "results.json", rows, {
+        **{name: getattr(args, name) for name in ("loss", "method", "data", "seed")},
+        "epochs": training.epochs, "seconds": round(state["seconds"], 1),
+        "images_per_second": round(len(images.train) * training.epochs / state["seconds"], 1),
+        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}})
     if args.pictures:
-        draw_pictures(args, state, trained, training)
+        draw_pictures(args, training, images, rows)
 
 
 def join(args):
-    """torchrun's process group and this process's rank in it; None and 0 where this process is alone."""
+    """Join torchrun's processes → process group, rank; None, 0 for a process on its own."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return None, 0
     if args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(args.device)
-    torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo",
-                                         timeout=datetime.timedelta(minutes=30))  # while the first one evaluates
-    rank = torch.distributed.get_rank()
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")
-    return torch.distributed.group.WORLD, rank
-
-
-def first_alone(job, group):
-    """The first process before all others, so that one downloads and the others find what it has left."""
-    if group is None:
-        return job()
+    torch.distributed.init_process_group("nccl" if "cuda" in args.device else "gloo")
     if torch.distributed.get_rank() > 0:
-        torch.distributed.barrier()
-    done = job()
-    if torch.distributed.get_rank() == 0:
-        torch.distributed.barrier()
-    return done
+        sys.stdout = open(os.devnull, "w")
+    return torch.distributed.group.WORLD, torch.distributed.get_rank()
 
 
-# options that change no number of a run
-NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers")
-
-
-def transfer(args):
-    """The encoder of a run's folder, on other images: only the readout is trained ([3] Tables 3, 4)."""
-    if int(os.environ.get("RANK", 0)) > 0:  # of several processes one is enough
-        return
-    path = args.evaluate / "checkpoint.pt"
-    if not path.exists():
-        raise ValueError(f"--evaluate: there is no {path}; RUN is the folder of a run, such as {args.out}")
-    state = read_checkpoint(path, args.device)
-    name, size = state["args"]["encoder"], state.get("size", args.size)
-    if size is None:
-        raise ValueError(f"--size: {path} does not say the size of its images; name it")
-    torch.manual_seed(state["args"]["seed"])  # as in run: the weights that training began with
-    encoder = hardneg.Encoder(name, size=size).to(args.device, memory_format=torch.channels_last)
+def read(args, size):
+    """Read the images that the options name, and say what they are."""
     print(f"reading {args.data} …", flush=True)
-    images = hardneg.load(args.data, args.root, size, args.fraction, workers=args.workers).to(args.device)
-    print(f"{args.data}: {len(images.train)} images for the readout, {len(images.test)} to test, "
-          f"{len(images.classes)} classes, {size} × {size} pixels; {name} of {args.evaluate}, after "
-          f"{max(0, state['training']['epoch'])} epochs of training on {state['args']['data']}"
-          + ("" if (args.evaluate / "results.json").exists() else ", which is not finished"), flush=True)
-    rows = {"raw": hardneg.evaluate(None, images), "untrained": hardneg.evaluate(encoder, images)}
-    encoder.load_state_dict(state["training"]["encoder"])
-    rows["trained"] = hardneg.evaluate(encoder, images)
-    print_table(rows)
-    results = {"run": str(args.evaluate), "trained_on": state["args"]["data"], "epochs": state["training"]["epoch"],
-               "data": args.data, "fraction": args.fraction, **as_json(rows), "versions": versions()}
-    share = f"-{args.fraction:g}" if args.fraction < 1 else ""
-    path = args.evaluate / f"evaluate-{re.sub(r'[^A-Za-z0-9_.]+', '-', args.data).strip('-')}{share}.json"
-    path.write_text(json.dumps(results, indent=2) + "\n")
-    print(f"saved in {path}")
+    images = load(args.data, args.root, size, args.fraction, workers=args.workers).to(args.device)
+    size = images.train.shape[-1]
+    print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
+          f"{len(images.classes)} classes, {size} × {size} pixels, on {args.device}", flush=True)
+    return images
 
 
-def schedules(args, training):
-    """{option of the loss: function of the progress}, for what changes over the run."""
-    weights, n = training.criterion.resolved.weights, training.candidates
-    if args.anneal and weights == "tilted":
-        return {"beta": lambda progress: hardneg.annealed_beta(progress, args.beta)}
-    if args.lead_in and weights == "top" and args.top_k:
-        share = min(args.top_k, n) / n
-        return {"top_k": lambda progress: max(args.top_k, round(n * hardneg.lead_in(progress, share)))}
-    if args.lead_in and weights == "top":
-        return {"alpha": lambda progress: hardneg.lead_in(progress, args.alpha)}
-    return {}
+def untrained(name, images, seed):
+    """Make the encoder that a run with this seed begins with."""
+    torch.manual_seed(seed)
+    encoder = hardneg.Encoder(name, size=images.train.shape[-1])
+    return encoder.to(images.train.device, memory_format=torch.channels_last)
+
+
+def make_method(args, criterion, encoder, images):
+    """Make the method of training that the options name."""
+    train, size = images.train, images.train.shape[-1]
+    views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
+    momentum = args.momentum if args.momentum is not None else 0.5 if args.method == "bank" else 0.99
+    require(args.method == "simclr" or not args.true_positives, "true_positives", "on", "off, but for simclr")
+    partners = (train, images.train_labels) if args.true_positives else None
+    game = lambda: hardneg.Game(
+        size, args.width, args.latent, args.pairs, args.ascent, momentum, args.pretrain, args.every,
+        lr=args.gan_lr, ascent_lr=args.ascent_lr)
+    return {
+        "simclr": lambda: hardneg.SimCLR(criterion, views, partners),
+        "bank": lambda: hardneg.Bank(criterion, encoder, train, momentum, views),
+        "queue": lambda: hardneg.Queue(criterion, encoder, train, args.queue_size, momentum, views),
+        "clae": lambda: hardneg.CLAE(criterion, args.bound, views),
+        "diffhard": lambda: hardneg.DiffHard(criterion, game(), views),
+    }[args.method]()
 
 
 def restore(args, training, same):
-    """The state of the last epoch saved in DIR, to which training is brought; None where the run begins anew.
-
-    Without --resume or --no-resume, a run that was stopped goes on if its options are the same.
-    """
-    path, results = args.out / "checkpoint.pt", args.out / "results.json"
-    if not path.exists() or args.resume is False:
-        if args.resume:
-            raise ValueError(f"--resume: there is no {path}")
+    """Bring the training to the last saved epoch → the state of the run; None if the run begins anew."""
+    stopped = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
+    if args.resume is False or args.resume is None and not stopped:
         return None
-    state = read_checkpoint(path, args.device, "; --no-resume begins anew")
-    other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same[k]]
-    if results.exists() and not args.resume:  # that run was finished
-        return None
-    if other:
-        raise ValueError(f"{path} is of a run with other options: {', '.join(other)}. --no-resume discards it, --out "
-                         "names another folder")
+    state = read_checkpoint(args.out, args.device)
+    other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same.get(k)]
+    require(not other, "--out", args.out, f"another folder, or --no-resume discards the run in it: {other}")
     training.load_state_dict(state["training"])
-    place = (f"epoch {training.epoch} of {training.epochs}" if training.epoch >= 0 else
-             f"step {training.done} of {training.pretrain} of the pre-training")
-    print(f"resumed after {place} (--no-resume begins anew)")
+    print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
     return state
 
 
-def read_checkpoint(path, device, advice=""):
+def read_checkpoint(folder, device):
+    """Read the checkpoint of a run; ValueError if it is missing or broken."""
     try:
-        return torch.load(path, map_location=device, weights_only=True)
-    except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} cannot be read ({error}){advice}") from error
-
-
-def begin_anew(out):
-    """Remove what another run has left in the folder, so that all in it is of one."""
-    if (out / "results.json").exists():
-        print(f"{out} holds a finished run, which this one replaces (--out names another folder)")
-    names = ("checkpoint.pt", "results.json", "evaluate-*.json", "curves.png", "pairs-*.png", "separation.png",
-             "gradient.png", "uniformity.png", "neighbours.png", "nearest.png", "weights.png", "histograms.png")
-    for path in [path for name in names for path in out.glob(name)]:
-        path.unlink()
+        return torch.load(folder / "checkpoint.pt", map_location=device, weights_only=True)
+    except Exception as error:  # broken files raise exceptions of many types
+        raise ValueError(f"no checkpoint in {folder} can be read ({error}); try --no-resume") from error
 
 
 def learn(args, training, state, same):
-    """Train to the end, with a progress bar; everything needed to go on is saved after each epoch."""
-    if chance := chance_level(training):
-        print(f"chance, all similarities equal: {chance}")
-    bar = tqdm(total=training.steps, initial=training.done, unit="step", dynamic_ncols=True)
-    sums, start, last = {}, time.perf_counter(), time.perf_counter()
-    images, epoch = 0, training.epoch
-    if epoch == 0 and training.game:
-        draw_pairs(args, training)
-    for progress in training:
-        images += progress["images"]
-        for name in progress.keys() & FIGURES:
-            sums.setdefault(name, []).append(progress[name])
-        bar.update()
-        now = time.perf_counter()
-        if now - last > 0.2 or progress["step"] == training.steps:
-            last = now
-            bar.set_postfix_str(f"loss {float(progress['loss']):.3f}, {images / (now - start):.0f} images/s"
-                                if "loss" in progress else "generator and discriminator alone")
-        if training.epoch > epoch:
+    """Train to the end with a progress bar; after each epoch save all that is needed to continue."""
+    path, n, pretrain = args.out / "checkpoint.pt", len(training.images), training.method.pretrain
+    epoch, seen, start = training.epoch, [], time.perf_counter()
+    with tqdm(total=n * (pretrain + training.epochs), initial=n * (pretrain + epoch), unit=" images") as bar:
+        for progress in training:
+            seen.append(progress)
+            if bar.update(progress["images"]) and "loss" in progress:  # sometimes: it waits for the device
+                bar.set_postfix_str(f"loss {float(progress['loss']):.3f}")
+            if training.epoch == epoch:
+                continue
             epoch = training.epoch
-            state["history"].append({"epoch": epoch, **{name: float(torch.stack(values).mean())
-                                                        for name, values in sums.items()}})
+            values = {name: [float(step[name]) for step in seen if name in step] for name in FIGURES}
+            means = {name: sum(some) / len(some) for name, some in values.items() if some}
+            state["history"].append({"epoch": epoch, **means})
             state["seconds"] += time.perf_counter() - start
-            if training.game:
+            if args.method == "diffhard":
                 draw_pairs(args, training)
-            save(args.out / "checkpoint.pt", {**state, "args": same, "training": training.state_dict()})
-            sums, start, images = {}, time.perf_counter(), 0
-    bar.close()
+            torch.save({**state, "args": same, "training": training.state_dict()}, path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)  # a kill leaves the old file or the new one, whole
+            seen, start = [], time.perf_counter()
 
 
-FIGURES = {"loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity"}
+def transfer(args):
+    """Measure the encoder of a run on other images: only the readout is trained. Ref: [3] Tables 3, 4"""
+    state = read_checkpoint(args.evaluate, args.device)
+    was, epochs = state["args"], max(0, state["training"]["epoch"])
+    print(f"{was['encoder']} of {args.evaluate}, after {epochs} epochs of training on {was['data']}")
+    images = read(args, state["size"])
+    encoder = untrained(was["encoder"], images, was["seed"])
+    rows = {"raw": evaluate(None, images), "untrained": evaluate(encoder, images)}
+    encoder.load_state_dict(state["training"]["encoder"])
+    rows["trained"] = evaluate(encoder, images)
+    name = Path(args.data).name + f"-{args.fraction:g}" * (args.fraction < 1)
+    facts = {"run": str(args.evaluate), "trained_on": was["data"], "epochs": epochs, "data": args.data}
+    report(args.evaluate / f"evaluate-{name}.json", rows, {**facts, "fraction": args.fraction})
 
 
-def chance_level(training):
-    """What the loss of an encoder that tells nothing apart would be, said as a formula."""
-    o, n = training.criterion.resolved, training.candidates
-    if o.objective not in ("nce", "ppcl") or o.weights == "top":
-        return None
-    said = "N + 1" if training.bank or training.game else "2B − 1"
-    return f"log({said}) = log({n + 1}) = {math.log(n + 1):.2f}"
+# ---- Images: uint8 (n, 3, H, W) ----------------------------------------------------------------------------
+class Images(NamedTuple):
+    """Hold a training set and a test set with labels, and the names of the classes."""
+    train: torch.Tensor         # (n, 3, H, W) uint8, or Files
+    train_labels: torch.Tensor  # (n,), −1 where there is no label
+    test: torch.Tensor          # (m, 3, H, W) uint8, or Files
+    test_labels: torch.Tensor   # (m,)
+    classes: list
+
+    def to(self, device):
+        """Return the same images on another device."""
+        return Images(*(x.to(device) for x in self[:-1]), self.classes)
 
 
-def save(path, state):
-    """Write beside, then move: a kill in the middle leaves the last one whole."""
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
+def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=None):
+    """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
+
+    A folder holds one folder of images per class (every fifth image is for the test), or train/ and test/ (or
+    val/) of this kind. size: side in pixels; None: their own, in a folder at most 96. fraction: share of each
+    class to train on, in (0, 1]. workers: processes that read a folder in training; None: read it once."""
+    require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
+    if data not in ("shapes", *TORCHVISION):
+        return from_folder(Path(data), size, fraction, seed, workers)
+    require(workers is None, "workers", workers, f"None for {data}; only a folder is read by workers")
+    if data == "shapes":
+        sets = [*shapes(8000, seed=seed, size=size or 32), *shapes(2000, seed=seed + 10**6, size=size or 32)]
+        images = Images(*sets, list(OUTLINES))
+    else:
+        images = from_torchvision(data, root, size)
+    keep = spread(images.train_labels, fraction, seed)
+    return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
 
 
-def report(args, state, trained, training):
-    rows = {**state["before"], "trained": trained}
-    print_table(rows)
-    results = {"loss": args.loss, "method": args.method, "data": args.data, "seed": args.seed,
-               "epochs": training.epochs, "seconds": round(state["seconds"], 1),
-               "images_per_second": round(len(training.images.train) * training.epochs / state["seconds"], 1),
-               **as_json(rows), "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
-               "versions": versions()}
-    if training.game:
-        played = [h for h in state["history"] if h["epoch"] > 0]
-        results["game"] = {when: {k: round(h[k], 4) for k in sorted(h.keys() & FIGURES)}
-                           for when, h in (("first_epoch", played[0]), ("last_epoch", played[-1]))}
-    (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    draw_curves(args.out / "curves.png", state["history"])
-    pairs = ", pairs-*.png" if training.game else ""
-    print(f"{state['seconds']:.0f} s of training, {results['images_per_second']:.0f} images/s; "
-          f"results.json, curves.png{pairs} and checkpoint.pt are in {args.out}/")
+def spread(labels, fraction, seed):
+    """Draw a share of each class, at least one image of it → indices, ascending."""
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    classes = [order[labels[order] == c] for c in labels.unique()]
+    return torch.cat([some[:max(1, round(fraction * len(some)))] for some in classes]).sort().values
 
 
-def print_table(rows):
+polygon = lambda a, n: math.cos(math.pi / n) / (a.remainder(2 * math.pi / n) - math.pi / n).cos()
+OUTLINES = {  # class: distance from the centre to the outline in direction a, at most about 1
+    "disc": lambda a: torch.full_like(a, 0.8),
+    "ellipse": lambda a: 0.45 / torch.sqrt((0.45 * a.cos()) ** 2 + a.sin() ** 2),
+    "triangle": lambda a: polygon(a, 3) * 1.1,
+    "square": lambda a: polygon(a, 4),
+    "star": lambda a: 0.65 + 0.35 * (5 * a).cos(),
+    "clover": lambda a: 0.6 + 0.4 * (3 * a).cos(),
+    "peanut": lambda a: 0.3 + 0.7 * a.cos() ** 2,
+    "heart": lambda a: (2 - 2 * a.sin() + a.sin() * a.cos().abs().sqrt() / (a.sin() + 1.4)) / 3.2,
+    "cross": lambda a: 0.32 / torch.minimum(a.cos().abs(), a.sin().abs()).clamp_min(0.32),
+    "gear": lambda a: 0.8 + 0.2 * torch.tanh(6 * (8 * a).cos()),
+}
+CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
+
+
+def shapes(n=8000, classes=10, seed=0, size=32):
+    """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
+
+    classes: 2 to 10. The outline is the class; colours, place, scale, rotation and noise are random."""
+    require(2 <= classes <= len(OUTLINES), "classes", classes, f"2 to {len(OUTLINES)}")
+    require(n >= 1, "n", n, "at least 1")
+    generator = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.rand(*shape, generator=generator)
+    labels = (torch.arange(n) % classes)[torch.randperm(n, generator=generator)]
+    axis = (torch.arange(size) + 0.5) / size * 2 - 1
+    images = torch.empty(n, 3, size, size, dtype=torch.uint8)
+    for some in torch.arange(n).split(2000):
+        k = len(some)
+        radius, turn = 0.45 + 0.35 * rand(k, 1, 1), 2 * math.pi * rand(k, 1, 1)
+        x, y = axis - 0.6 * (rand(k, 1, 1) - 0.5), axis[:, None] - 0.6 * (rand(k, 1, 1) - 0.5)
+        angle = (torch.atan2(y, x) + turn + math.pi).remainder(2 * math.pi) - math.pi   # (k, size, size)
+        edge = torch.empty(k, size, size)
+        for c, outline in enumerate(list(OUTLINES.values())[:classes]):
+            edge[labels[some] == c] = outline(angle[labels[some] == c])
+        inside = torch.sigmoid((edge * radius - (x * x + y * y).sqrt()) * size / 2)[:, None]
+        first = torch.randint(len(CRAYONS), (k,), generator=generator)
+        second = (first + torch.randint(1, len(CRAYONS), (k,), generator=generator)) % len(CRAYONS)  # another
+        ink, paper = (CRAYONS[c][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second))
+        clean = (0.9 + 0.2 * rand(k, 1, 1, 1)) * (paper + (ink - paper) * inside)       # (k, 3, size, size)
+        noisy = clean + 0.05 * torch.randn(k, 3, size, size, generator=generator)
+        images[some] = (noisy.clamp(0, 1) * 255).to(torch.uint8)
+    return images, labels
+
+
+TORCHVISION = {  # name: class in torchvision.datasets, arguments of the training set, of the test set
+    "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
+    "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
+    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # label −1 of the unlabelled
+    "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
+    "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
+}
+
+
+def from_torchvision(name, root, size):
+    """Read one of torchvision's sets from the folder root, or download it → Images."""
+    kind, *parts = TORCHVISION[name]
+    try:
+        found = [getattr(datasets, kind)(root, download=True, **part) for part in parts]
+    except Exception as error:  # no network, a full disk, a broken archive: exceptions of many types
+        raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}). Put the files "
+                           f"of torchvision's {kind} there, or name a folder of images") from error
+    sets = []
+    for part in found:
+        x, labels = torch.as_tensor(part.data), part.targets if hasattr(part, "targets") else part.labels
+        x = x[..., None].expand(-1, -1, -1, 3) if x.ndim == 3 else x                    # grey → colour
+        x = x if x.shape[1] == 3 else x.permute(0, 3, 1, 2)
+        if size is not None:  # by the thousand, to save memory
+            x = torch.cat([T.resize(some, [size, size], BICUBIC) for some in x.split(1000)])
+        sets += [x.contiguous(), torch.as_tensor(labels).long()]
+    return Images(*sets, [str(c) for c in getattr(found[0], "classes", range(10))])
+
+
+def from_folder(folder, size, fraction, seed, workers):
+    """Read a folder of images as torchvision's ImageFolder does, but without hidden folders → Images."""
+    require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
+    sources = [folder / name for name in ("train", "test", "val") if (folder / name).is_dir()][:2]
+    parts, classes, sets = [], None, []
+    for source in sources if (folder / "train").is_dir() else [folder]:
+        names = sorted(path.name for path in source.iterdir() if path.is_dir() and path.name[0] != ".")
+        classes = classes or names
+        require(len(names) >= 2 and names == classes, "data", source,
+                f"a folder with the folders of at least 2 classes, the same in train/ and test/, not {names}")
+        parts.append([datasets.folder.make_dataset(source, {name: k}, datasets.folder.IMG_EXTENSIONS)
+                      for k, name in enumerate(names)])
+    if len(parts) == 1:  # no test set: hold out every fifth image of each class
+        parts.append([samples[4::5] for samples in parts[0]])
+        parts[0] = [[s for k, s in enumerate(samples) if k % 5 < 4] for samples in parts[0]]
+    train, test = (sum(part, []) for part in parts)  # [(path, label)]
+    keep = spread(torch.tensor([label for _, label in train]), fraction, seed)
+    for samples in ([train[k] for k in keep], test):
+        require(len(samples) >= 2, "data", folder, "a folder of at least 2 images to train on, and 2 to test")
+        paths, labels = [path for path, _ in samples], torch.tensor([label for _, label in samples])
+        size = size or Files(paths, 0)[0].shape[-1]  # of the first image that can be read
+        images = Files(paths, size, workers)
+        sets += [images, labels] if workers is not None else images.read(labels)
+    return Images(*sets, classes)
+
+
+def read_image(path, size):
+    """Read the middle of an image, (3, size, size); size 0: its own if square and ≤ 96, else 32, 64 or 96."""
+    picture = datasets.folder.default_loader(path)
+    if size == 0:
+        s = min(picture.size) // 2 * 2
+        size = s if max(picture.size) <= min(96, s + 1) else 32 if s < 64 else 64 if s < 96 else 96
+    if picture.size != (size, size):
+        picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
+    return T.pil_to_tensor(picture)
+
+
+class Files(torch.utils.data.Dataset):
+    """Stand in for a tensor uint8 (n, 3, size, size): image files that worker processes read when needed.
+
+    `len`, `shape`, `device`, `to`, `split` are those of the tensor. files[indices] are these files, unread;
+    files[k] with an int is image k. The next readable file replaces a broken one, which a warning names."""
+
+    def __init__(self, paths, size, workers=None, device="cpu"):
+        require(workers is None or workers in range(1000), "workers", workers, "None or 0, 1, 2, … processes")
+        self.paths, self.workers, self.device, self.broken = list(paths), workers, torch.device(device), {}
+        self.shape = torch.Size((len(self.paths), 3, size, size))
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        if not isinstance(index, int):
+            chosen = torch.arange(len(self))[index.cpu() if torch.is_tensor(index) else index]
+            return Files([self.paths[k] for k in chosen.tolist()], self.shape[-1], self.workers, self.device)
+        index = range(len(self))[index]
+        for path in (self.paths[(index + k) % len(self)] for k in range(len(self))):
+            try:
+                return read_image(path, self.shape[-1])
+            except Exception as error:  # broken files raise exceptions of many types
+                if self.workers is not None and path not in self.broken:
+                    warnings.warn(f"{path} cannot be read as an image ({error}); the next one replaces it")
+                self.broken[path] = error
+        raise ValueError(f"data is {self.paths[0]} and others; none of the files can be read as an image")
+
+    def to(self, device):
+        return Files(self.paths, self.shape[-1], self.workers, device)
+
+    def split(self, size):
+        return self.batches(torch.arange(len(self)).split(size))
+
+    def batches(self, indices):
+        """Yield the images of each index tensor in turn, uint8 on the device; workers read ahead."""
+        for images in torch.utils.data.DataLoader(
+                self, batch_sampler=[index.tolist() for index in indices], num_workers=self.workers or 0,
+                pin_memory=self.device.type == "cuda", generator=torch.Generator()):  # keeps the global seed
+            yield images.to(self.device, non_blocking=True)
+
+    def read(self, labels):
+        """Read all files now, without the broken ones → images, labels; a warning names five of those."""
+        images = torch.cat(list(self.split(500)))
+        if self.broken:
+            named = ", ".join(f"{path} ({error})" for path, error in list(self.broken.items())[:5])
+            warnings.warn(f"{len(self.broken)} of {len(self)} files cannot be read and are left out: {named}")
+        good = torch.tensor([path not in self.broken for path in self.paths])
+        return images[good], labels[good]
+
+
+# ---- Evaluation and results --------------------------------------------------------------------------------
+READOUT = 100_000  # the most training images of a readout: their features must fit into memory
+
+
+def evaluate(encoder, images):
+    """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
+    labelled = (images.train_labels >= 0).nonzero()[:, 0]
+    share = min(1, READOUT / max(1, len(labelled)))
+    some = labelled[spread(images.train_labels[labelled].cpu(), share, 0).to(labelled.device)]
+    pool = torch.nn.AdaptiveAvgPool2d(min(32, images.test.shape[-1]))
+    pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
+    (train, _), (test, z) = (hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
+                             for x in (images.train[some], images.test))
+    sets = train, images.train_labels[some], test, images.test_labels
+    return {"linear": hardneg.linear_readout(*sets), "knn": hardneg.knn_accuracy(*sets),
+            "uniformity": float(hardneg.uniformity(z)),
+            "tolerance": float(hardneg.tolerance(z, images.test_labels))}
+
+
+def report(path, rows, facts):
+    """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
     print(f"\n{'':18}{'linear %':>10}{'kNN %':>10}{'uniformity':>12}{'tolerance':>12}")
-    names = {"raw": "raw pixels", "untrained": "untrained encoder", "trained": "trained encoder"}
     for name, row in rows.items():
-        print(f"{names[name]:18}{row['linear']:10.1f}{row['knn']:10.1f}{row['uniformity']:12.2f}"
-              f"{row['tolerance']:12.2f}")
-
-
-def as_json(rows):
-    """The trained encoder's row, and the accuracies of the others."""
+        name = "raw pixels" if name == "raw" else f"{name} encoder"
+        print("{:18}{linear:10.1f}{knn:10.1f}{uniformity:12.2f}{tolerance:12.2f}".format(name, **row))
+    trained = {name: None if math.isnan(v) else round(v, 4) for name, v in rows["trained"].items()}
     others = {name: {k: round(rows[name][k], 2) for k in ("linear", "knn")} for name in ("untrained", "raw")}
-    return {**{k: None if math.isnan(v) else round(v, 4) for k, v in rows["trained"].items()}, **others}
+    versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, torchvision)}
+    path.write_text(json.dumps({**facts, **trained, **others, "versions": versions}, indent=2) + "\n")
+    print(f"saved in {path}")
 
 
-def versions():
-    return {"python": platform.python_version(), "torch": torch.__version__, "torchvision": torchvision.__version__}
+# ---- Pictures ----------------------------------------------------------------------------------------------
+plt.switch_backend("Agg")  # needs no screen
+plt.style.use("tableau-colorblind10")
 
 
-def draw_curves(path, history):
-    panels = [("loss", "loss, mean of each epoch", {"loss": None}),
-              ("mean cosine", "views of one image, and of others",
-               {"positive": "positives", "negative": "negatives", "pair": "G(z) and G_ema(z)"}),
-              ("", "the game, with its pre-training",
-               {"d_loss": "loss of D", "g_loss": "loss of G", "diversity": "diversity"})]
-    panels = panels[:2 + any("d_loss" in h for h in history)]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 4), layout="constrained")
-    for axis, (unit, title, curves) in zip(axes, panels):
-        for name, label in curves.items():
-            points = [(h["epoch"], h[name]) for h in history if name in h]
-            if points:
-                axis.plot(*zip(*points), label=label)
-        axis.set(xlabel="epoch", ylabel=unit, title=title)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-    axes[1].set(ylim=(-1.05, 1.05))
-    for axis in axes[1:]:
+def draw(path, title, caption, panels, own=None, **look):
+    """Draw panels side by side, {title: {name: (x, y)} or an image (3, H, W)}; the line of `own` is thick."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(9, 5.5), squeeze=False, layout="constrained")
+    for axis, (name, content) in zip(axes[0], panels.items()):
+        if torch.is_tensor(content):
+            axis.imshow(content.permute(1, 2, 0).cpu())
+            axis.axis("off")
+            continue
+        for label, (x, y) in content.items():
+            axis.plot(x, y, ".-", label=label, ms=12 * (len(x) < 20), linewidth=1 + 3 * (label == own))
+        axis.set(title=name, **look)
         axis.legend()
-    game = """ D's loss is 2 where it tells nothing apart, 0 where it tells all apart by a margin; diversity is 1 where
-        generated images are as far from one another as real ones. Up to epoch 0 it is the pre-training."""
-    save_picture(path, figure, "How the training went, epoch by epoch", f"""The loss falls and the two cosines part
-        where the encoder learns to know an image by any view of it.{game if len(panels) > 2 else ""}""")
-
-
-# Okabe and Ito's colours: they stay apart for colour-blind eyes
-INK = {"raw": "#e69f00", "untrained": "#999999", "trained": "#0072b2", "same": "#009e73", "other": "#d55e00"}
-LOSS_INK = {"simclr": "#000000", "hcl": "#0072b2", "ot": "#e69f00", "hard": "#d55e00", "simple": "#009e73"}
-STYLE = {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "savefig.dpi": 120,
-         "figure.figsize": (8, 4.8), "figure.constrained_layout.use": True}
-
-
-def draw_pictures(args, state, trained, training):
-    """Draw what the encoder has learned, beside what it was before, from at most 2000 test images."""
-    images, device, out = training.images, training.images.test.device, args.out
-    generator = torch.Generator(device).manual_seed(args.seed)
-    some = torch.randperm(len(images.test), generator=generator, device=device)[:2000]
-    test, labels, few = images.test[some], images.test_labels[some], slice(512)  # few: about a batch
-    test = torch.cat(list(test.split(500)))  # they may be files yet
-    torch.manual_seed(args.seed)  # as in run: the weights that training began with
-    untrained = hardneg.Encoder(args.encoder, size=test.shape[-1]).to(device)
-    encoders = {"untrained": untrained, "trained": training.encoder}
-    z = {name: hardneg.embed(encoder, test)[1] for name, encoder in encoders.items()}
-    views = [hardneg.view(test[few], generator, **training.view_options) for _ in range(2)]
-    pairs = {name: [hardneg.embed(encoder, x)[1] for x in views] for name, encoder in encoders.items()}
-    preset = {**training.criterion.options, "weights": None, "objective": None, "tau_plus": None}
-    own = " + ".join(filter(None, (args.loss, args.weights, args.objective)))
-    losses = {**{name: {**preset, "loss": name} for name in LOSS_INK}, own: training.criterion.options}
-    drawn = {"separation.png": (draw_separation, pairs), "gradient.png": (draw_gradient, losses, own),
-             "weights.png": (draw_weights, z["trained"][few], losses, own),
-             "neighbours.png": (draw_neighbours, z, labels),
-             "nearest.png": (draw_nearest, test, labels, z["trained"], images.classes)}
-    if 1 < len(labels.unique()) < len(labels):  # there are pairs of one class, and pairs of two
-        rows = {**state["before"], "trained": trained}
-        drawn |= {"uniformity.png": (draw_uniformity, rows, z["trained"], labels),
-                  "histograms.png": (draw_histograms, z, labels)}
-    with plt.rc_context(STYLE):
-        for name, (draw, *given) in drawn.items():
-            draw(out / name, *given)
-    print(f"{', '.join(drawn)} are in {out}/, each with a caption")
-
-
-def draw_pairs(args, training, columns=12):
-    """Images of the same latents by G and by its follower, when the game starts, in its middle and at its end."""
-    when = {training.epochs: "end", training.epochs // 2: "middle", 0: "start"}.get(training.epoch)
-    if when is None:
-        return
-    game, device = training.game, training.images.train.device
-    z = game.latents(2 * columns, torch.Generator(device).manual_seed(args.seed))  # the same for every picture
-    with torch.no_grad():  # of copies, so that to look changes nothing
-        made = [copy.deepcopy(G).train()(z) for G in (game.G, game.G_ema)]
-    cosine = (hardneg.embed(training.encoder, made[0])[1] * hardneg.embed(training.encoder, made[1])[1]).sum(1).mean()
-    apart = (made[0] - made[1]).abs().mean()
-    rows = torch.stack([x.unflatten(0, (2, columns)) for x in made], 1).flatten(0, 1)       # G, G_ema, G, G_ema
-    sheet = torch.cat([torch.cat(list(row), 2) for row in rows], 1).permute(1, 2, 0)
-    role = ("the encoder learns to take the two for one" if game.pairs else
-            "in this run the encoder sees the upper ones alone, as images of their own")
-    still = ", of an encoder that is not trained yet and finds everything alike" if when == "start" else ""
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(9, 4.2))
-        axis.imshow(sheet.cpu().numpy())
-        side = made[0].shape[-1]
-        axis.set_yticks([side * (k + 0.5) for k in range(4)], ["G(z)", "G_ema(z)"] * 2)
-        axis.set_xticks([])
-        axis.tick_params(length=0)
-        axis.spines[:].set_visible(False)
-        axis.axhline(2 * side - 0.5, color="white", linewidth=4)
-        save_picture(args.out / f"pairs-{when}.png", figure,
-                     f"Generated {'pairs' if game.pairs else 'images'} at the {when} of the game: mean cosine "
-                     f"{cosine:.2f}", f"""
-            {2 * columns} latents, the same in every such picture, after {training.epoch} of {training.epochs} epochs:
-            above, the image by the generator, below, that by its slow follower; {role}. The cosine is of their
-            embeddings, not augmented{still}; their pixels, from 0 to 1, differ by {apart:.3f} on average.""")
-
-
-def save_picture(path, figure, title, caption):
-    """Save with a title above and a caption below the axes, both part of the picture."""
-    title, caption = (re.sub(r"-(?=\d)", "−", " ".join(text.split())).replace(" %", "\N{NO-BREAK SPACE}%")
-                      for text in (title, caption))
-    figure.suptitle(textwrap.fill(title, round(9.5 * figure.get_figwidth())), fontsize=12, fontweight="bold")
-    figure.supxlabel(textwrap.fill(caption, round(14.5 * figure.get_figwidth())), x=0.02, ha="left", fontsize=9,
-                     color="#444444", linespacing=1.4)
-    figure.savefig(path)
+    figure.suptitle(title, fontweight="bold")
+    figure.supxlabel(caption, fontsize=10)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def draw_separation(path, pairs):
-    """Cosines of the positives and of the nearest negatives, in their order ([4] Fig. 8)."""
-    figure, axes = plt.subplots(1, 2)
-    ahead, k = {}, min(10, len(pairs["trained"][0]) - 1)
-    for axis, (name, (z, positives)) in zip(axes, pairs.items()):
-        positive, nearest = hardneg.local_separation(z, positives, k)
-        ahead[name] = 100 * float((positive > nearest[:, 0]).float().mean())
-        columns = torch.cat([positive[:, None], nearest], 1).cpu()
-        boxes = axis.boxplot(columns.numpy(), positions=range(k + 1), widths=0.7, whis=(5, 95), showfliers=False,
-                             patch_artist=True, medianprops={"color": "white", "linewidth": 1.5})
-        for box, ink in zip(boxes["boxes"], [INK["same"]] + [INK[name]] * k):
-            box.set(facecolor=ink, edgecolor=ink)
-        axis.set_xticks(range(k + 1), ["same\nimage", *range(1, k + 1)])
-        axis.set(title=f"{name} encoder", xlabel="and the nearest others, in order")
-    axes[0].set_ylabel("cosine")
-    save_picture(path, figure, f"{ahead['trained']:.0f} % of the positives are nearer than every negative "
-                 f"(untrained: {ahead['untrained']:.0f} %)", f"""
-        Two random views of {len(z)} test images: the positive is the other view of an image, the negatives are views of
-        others. Boxes hold the middle half, whiskers 90 %. What counts is how far the green box is above the others,
-        not its height. Medians, trained: {columns[:, 0].median():.2f} and, of the nearest,
-        {columns[:, 1].median():.2f}.""")
+def draw_curves(path, history):
+    """Draw the figures of each epoch; up to epoch 0, the networks of a game train alone."""
+    panels = {"losses": {}, "cosines and shares": {}}
+    for name in FIGURES:
+        if points := [(h["epoch"], h[name]) for h in history if name in h]:
+            panels["losses" if "loss" in name else "cosines and shares"][name] = tuple(zip(*points))
+    losses = panels["losses"]["loss"][1]
+    title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
+    caption = "As the encoder learns, views of one image (positive) and of others (negative) part."
+    draw(path, title, caption, panels, xlabel="epoch")
 
 
-def rank_axis(axis, **names):
-    """A logarithmic axis of ranks, in plain numbers."""
-    axis.set(xscale="log", **names)
-    axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter("")
+def draw_pairs(args, training, n=42):
+    """Draw images of the same latents by the generator and its slow copy, at three times of a game."""
+    when = {0: "start", training.epochs // 2: "middle", training.epochs: "end"}.get(training.epoch)
+    if when is None:
+        return
+    game = training.method.game.eval()  # so that drawing changes nothing
+    z = game.latents(n, torch.Generator(training.images.device).manual_seed(args.seed))
+    with torch.no_grad():
+        images = [game.G(z), game.G_ema(z)]
+    one, other = (hardneg.embed(training.encoder, x)[1] for x in images)
+    title = f"Generated images at the {when}: mean cosine of a pair {(one * other).sum(1).mean():.2f}"
+    caption = "Side by side, images of one latent by the generator and by its slow copy, six pairs in a row."
+    sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
+    draw(args.out / f"pairs-{when}.png", title, caption, {"": sheet})
 
 
-def draw_losses(axis, x, curves, own, **legend):
-    """A line for each loss, that of the run's own thick, below the others."""
-    for name, curve in curves.items():
-        look = {"linewidth": 4, "zorder": 1, "alpha": 0.7} if name == own else {"linewidth": 1.5}
-        axis.plot(x, curve.cpu().numpy(), color=LOSS_INK.get(name, "#cc79a7"), **look,
-                  label=f"{name} (this run)" if name == own else name, marker="o" if (curve > 0).sum() == 1 else "",
-                  markevery=[int(curve.argmax())])
-    axis.legend(**legend)
+def draw_pictures(args, training, images, rows):
+    """Draw what the encoder has learned, from at most 2000 test images."""
+    out, method, device = args.out, training.method, images.test.device
+    generator = torch.Generator(device).manual_seed(args.seed)
+    some = torch.randperm(len(images.test), generator=generator, device=device)[:2000]
+    test, labels = torch.cat(list(images.test[some].split(500))), images.test_labels[some]
+    encoders = {"untrained": untrained(args.encoder, images, args.seed), "trained": training.encoder}
+    embed = lambda x: {name: hardneg.embed(encoder, x)[1] for name, encoder in encoders.items()}
+    z, views = embed(test), [hardneg.view(test[:512], generator, **method.view_options) for _ in range(2)]
+    options = {name: getattr(args, name) for name in WEIGHT_OPTIONS}
+    losses = {name: hardneg.ContrastiveLoss(name, **options) for name in "simclr hcl ot hard simple".split()}
+    losses[args.loss] = method.criterion
+    draw_separation(out, *map(embed, views))
+    draw_gradient(args, losses)
+    draw_weights(args, losses, z["trained"][:512])
+    draw_neighbours(out, z, labels)
+    draw_nearest(out, z["trained"], labels, test)
+    draw_uniformity(out, rows)
+    draw_histograms(out, z, labels)
+    print(f"{', '.join(PICTURES)} are in {out}/")
 
 
-def draw_gradient(path, losses, own, n=500, positive=0.7):
-    """How hard a negative is moved, by its cosine ([4] Fig. 3)."""
-    cosines = torch.linspace(-1, 1, n)
-    # "ot" asks for a batch: here every anchor, and every candidate, has the same cosines, so that none is near to all
-    batch = torch.stack([cosines.roll(k) for k in range(n)])
-    ratios = {name: hardneg.gradient_ratio(batch, torch.full((n,), positive), **options)[0].nan_to_num()
-              for name, options in losses.items()}
-    share = {name: 100 * float(r[-n // 10:].sum() / r.clamp_min(0).sum().clamp_min(1e-9)) for name, r in ratios.items()}
-    figure, axis = plt.subplots()
-    draw_losses(axis, cosines.numpy(), ratios, own, loc="upper left")
-    axis.axvline(positive, color="#999999", linestyle=":", linewidth=1)
-    axis.text(positive, 2e-6, "positive ", ha="right", color="#777777")
-    axis.set(xlabel="cosine of the negative with the anchor", ylabel="force on it, as a share of that on the positive",
-             yscale="log", ylim=(1e-6, 2))
-    pulled = cosines[ratios["hcl"] < 0]
-    pull = f"""hcl begins at {pulled[-1]:.2f}: its gradient also runs through the weights, and pulls what is farther
-               instead of pushing it.""" if len(pulled) else ""
-    save_picture(path, figure, f"{own} spends {share[own]:.0f} % of its force on the nearest tenth "
-                 f"(simclr: {share['simclr']:.0f} %)", f"""
-        {n} negatives with cosines spread evenly over [−1, 1], and a positive at {positive}, for losses with this run's
-        options. The steeper a line, the more the hard negatives count. {pull}""")
+def draw_separation(out, one, other):
+    """Draw cosines of a view with the other view of its image and with its nearest others. Ref: [4] Fig. 8"""
+    lines, ahead = {}, {}
+    for name, z in one.items():
+        nearest = (z @ z.T).fill_diagonal_(-1).sort(descending=True).values[:, :10]
+        cosines = torch.cat([(z * other[name]).sum(1, keepdim=True), nearest], 1).cpu()
+        lines[name] = range(cosines.shape[1]), cosines.mean(0)
+        ahead[name] = f"{100 * (cosines[:, 0] > cosines[:, 1]).float().mean():.0f} %"
+    title = f"{ahead['trained']} of views have their other view nearest (untrained: {ahead['untrained']})"
+    caption = f"{len(z)} test images. The step from 0, the other view, to 1, the nearest other image, counts."
+    draw(out / "separation.png", title, caption, {"": lines}, xlabel="rank", ylabel="mean cosine")
 
 
-def draw_weights(path, z, losses, own):
-    """How much the candidates of an anchor count, from the nearest to the farthest ([2] Fig. 4)."""
-    weights = {name: hardneg.weights_by_rank(z, **losses[name])[1].mean(0)
-               for name in dict.fromkeys(("ot", "hcl", "hard", own))}
-    exponential = ((2 * hardneg.neighbours(z)[0]).softmax(1) * (len(z) - 1)).mean(0)
-    figure, axis = plt.subplots()
-    axis.plot(range(1, len(z)), exponential.cpu().numpy(), color="#777777", linestyle="--", label="exp(2 cos)")
-    draw_losses(axis, range(1, len(z)), weights, own)
-    rank_axis(axis, xlabel="rank of the candidate, from the nearest", ylabel="weight, mean over the anchors")
-    save_picture(path, figure, f"{own} gives the nearest candidate the weight {weights[own][0]:.2g}, the farthest "
-                 f"{weights[own][-1]:.2g}", f"""
-        {len(z)} test images, each an anchor with all others as candidates, embedded by the trained encoder. simclr's
-        weights are 1. hcl looks at each anchor alone; ot shares weights out over a batch, so that every candidate
-        counts as much in total; hard drops all but the nearest. exp(2 cos), of mean 1, is hcl at β = 1, t = 0.5.""")
+def draw_gradient(args, losses, n=500, positive=0.7):
+    """Draw the force on a negative by its cosine, over the force on the positive. Ref: [4] Fig. 3"""
+    lines, share, angles = {}, {}, 2 * math.pi * torch.arange(n) / n
+    circle = lambda shift: torch.stack([(angles + shift).cos(), (angles + shift).sin()], 1)     # (n, 2)
+    anchors = circle(0.0)  # a batch, as ot needs one, in which all anchors have the same cosines
+    for name, criterion in losses.items():
+        positives, negatives = (circle(x).requires_grad_() for x in (math.acos(positive), 0.5 * math.pi / n))
+        loss = criterion(anchors, positives, negatives=negatives, normalize=False, reduction="none")[0]
+        pull, push = torch.autograd.grad(loss, (positives, negatives))
+        cosines, order = (negatives @ anchors[0]).detach().sort()
+        force = (push @ anchors[0] / (pull[0] @ anchors[0]).abs())[order].nan_to_num()
+        lines[name] = cosines, force
+        share[name] = f"{100 * force[-n // 10:].sum() / force.clamp_min(0).sum().clamp_min(1e-9):.0f} %"
+    title = f"{args.loss}: {share[args.loss]} of the force on the nearest tenth (simclr: {share['simclr']})"
+    caption = f"{n} negatives on a circle, a positive at {positive}. A line ends where it pulls negatives."
+    draw(args.out / "gradient.png", title, caption, {"": lines}, args.loss, yscale="log",
+         ylim=(1e-6, 2), xlabel="cosine of the negative", ylabel="force, over that on the positive")
 
 
-def draw_neighbours(path, z, labels):
-    """How many of the anchors have a nearest neighbour of their class, by its rank ([2] Fig. 5)."""
-    n, (_, members) = len(labels), labels.unique(return_counts=True)
-    chance, k = 100 * float((members * (members - 1)).sum()) / (n * (n - 1)), min(10, n - 1)
-    starts = (1.25 ** torch.arange(80)).long().unique()  # a point for 1, 2, 3, 4, 5, 6 and 7, 8 and 9, … neighbours
-    starts = starts[starts < n]
-    figure, axis = plt.subplots()
+def draw_weights(args, losses, z):
+    """Draw the weight of a candidate by its rank. Ref: [2] Fig. 4"""
+    logits, lines = (z @ z.T / args.temperature).fill_diagonal_(-math.inf), {}
+    for name, criterion in losses.items():
+        options = {option: getattr(args, option) for option in WEIGHT_OPTIONS}
+        log_w = hardneg.weigh(criterion.weights, logits, **options)
+        by_rank = log_w.gather(1, logits.argsort(descending=True))[:, :-1]
+        lines[name] = range(1, len(z)), by_rank.exp().mean(0).cpu()
+    weight = lines[args.loss][1]
+    title = f"{args.loss} weighs the nearest candidate {weight[0]:.2g}, the farthest {weight[-1]:.2g}"
+    caption = "hcl weighs for each anchor alone, ot balances the candidates, hard drops all but the nearest."
+    draw(args.out / "weights.png", title, caption, {"": lines}, args.loss, xscale="log",
+         xlabel="rank of the candidate", ylabel="mean weight")
+
+
+def draw_neighbours(out, z, labels):
+    """Draw the share of the nearest neighbours that are of the anchor's class. Ref: [2] Fig. 5"""
+    lines, ranks, k = {}, torch.arange(1, len(labels)), min(10, len(labels) - 1)
     for name, x in z.items():
-        share = 100 * hardneg.same_class_by_rank(x, labels).cpu() / n
-        axis.plot(starts.numpy(), [float(part.mean()) for part in share.tensor_split((starts[1:] - 1).tolist())], "o-",
-                  color=INK[name], label=f"{name} encoder: {share[:k].mean():.0f} % of the nearest {k}")
-    axis.axhline(chance, color="black", linestyle="--", linewidth=1, label=f"chance: {chance:.0f} %")
-    rank_axis(axis, xlabel="rank of the neighbour, from the nearest", ylabel="% of the anchors that are of its class",
-              ylim=(0, None))
-    axis.legend()
-    save_picture(path, figure, f"{share[:k].mean():.0f} % of the {k} nearest neighbours are of the anchor's class "
-                 f"(chance: {chance:.0f} %)", f"""
-        {n} test images, each with all others in the order of their cosines; a point is the mean of the ranks up to the
-        next. High on the left, the encoder has found the classes. But it is also where hard negatives push: what is of
-        the anchor's class there, is a false negative.""")
+        order = (x @ x.T).fill_diagonal_(-math.inf).argsort(descending=True)[:, :-1]
+        same = (labels[order] == labels[:, None]).float().mean(0).cpu()
+        lines[name] = ranks, 100 * same.cumsum(0) / ranks
+    share = lines["trained"][1]
+    title = f"{share[k - 1]:.0f} % of the {k} nearest neighbours share the class (chance: {share[-1]:.0f} %)"
+    caption = "High on the left: the encoder has found classes, but the nearest negatives are false ones."
+    draw(out / "neighbours.png", title, caption, {"": lines}, xscale="log",
+         xlabel="number of nearest neighbours", ylabel="% that share the anchor's class")
 
 
-def draw_nearest(path, test, labels, z, classes, rows=8, columns=8):
-    """An image of each class, and the test images that are nearest to it by their embeddings ([2] Fig. 2)."""
-    index = hardneg.neighbours(z, min(columns, len(test) - 1))[1]
+def draw_nearest(out, z, labels, test, rows=8, columns=8):
+    """Draw an image of each class and its nearest test images. Ref: [2] Fig. 2"""
     anchors = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()[:rows]])
-    same = (labels[index] == labels[:, None])[anchors].cpu()
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.73 * len(anchors)))
-    for row, anchor in enumerate(anchors):
-        axis.text(-0.15, row + 0.43, classes[labels[anchor]][:20], ha="right", va="center")
-        axis.text(index.shape[1] + 1.35, row + 0.43, f"{same[row].sum()} of {index.shape[1]}", va="center")
-        for column, k in enumerate([anchor, *index[anchor]]):
-            left = column + 0.3 * (column > 0)
-            axis.imshow(test[k].permute(1, 2, 0).cpu().numpy(), extent=(left, left + 0.86, row + 0.86, row))
-            if column:
-                ink = INK["same" if same[row, column - 1] else "other"]
-                axis.add_patch(plt.Rectangle((left, row), 0.86, 0.86, fill=False, edgecolor=ink, linewidth=3))
-    axis.set(xlim=(-0.1, index.shape[1] + 1.3), ylim=(len(anchors), -0.1))
-    axis.axis("off")
-    save_picture(path, figure, f"{same.sum()} of these {same.numel()} neighbours are of the image's class", f"""
-        Left, a test image of each class; beside it its neighbours, nearest first, among the other {len(test) - 1}, by
-        the cosine of the trained encoder's embeddings. In a green frame, of the same class; in an orange one, of
-        another. What these share with the image is what the encoder goes by.""")
+    shown = (z[anchors] @ z.T).topk(min(columns + 1, len(z))).indices  # the image itself comes first
+    same = labels[shown] == labels[anchors, None]
+    faded = 0.7 + 0.3 * test[shown] / 255
+    sheet = torch.where(same[..., None, None, None], test[shown] / 255, faded).flatten(0, 1)
+    title = f"{same[:, 1:].sum()} of these {same[:, 1:].numel()} neighbours are of the image's class"
+    caption = "Left, a test image of each class, then those nearest to it. Pale ones are of another class."
+    draw(out / "nearest.png", title, caption,
+         {"": torchvision.utils.make_grid(sheet, shown.shape[1], pad_value=1.0)})
 
 
-def draw_uniformity(path, rows, z, labels):
-    """Uniformity against tolerance of the pixels, of the untrained and of the trained encoder ([4] Eq. 10, 11)."""
-    classes = torch.nn.functional.one_hot(labels).float()
-    noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0)).to(z)
-    ideals = {"all at one point": torch.ones_like(z), "scattered at random": noise,
-              "one point for each class": classes - 1 / classes.shape[1]}
-    figure, axis = plt.subplots()
-    for name, x in ideals.items():
-        place = float(hardneg.uniformity(x)), float(hardneg.tolerance(x, labels))
-        axis.plot(*place, "+", color="#777777", markersize=9)
-        axis.annotate(name, place, (0, 9 if place[1] > 0.5 else -19), textcoords="offset points", ha="center",
-                      color="#777777")
-    for name, row in rows.items():
-        place = row["uniformity"], row["tolerance"]
-        axis.plot(*place, "o", color=INK[name], markersize=11)
-        below = {"xytext": (0, -20), "ha": "center"} if name != "trained" else {"xytext": (10, -5)}
-        axis.annotate("raw pixels" if name == "raw" else name, place, textcoords="offset points", color=INK[name],
-                      fontweight="bold", **below)
-    axis.set(xlabel="uniformity (the farther right, the more even)", xlim=(0.6, -4.6), ylim=(-0.25, 1.2),
-             ylabel="tolerance (the higher, the closer a class)")
-    moved = [f"{name} from {rows['untrained'][name]:.2f} to {rows['trained'][name]:.2f}"
-             for name in ("uniformity", "tolerance")]
-    save_picture(path, figure, f"Training took {', '.join(moved)}", """
-        Neither alone is good: nothing is more tolerant than to map all images to one point, and nothing more even than
-        to scatter them at random (marked +, for these test images). Best is the upper right: one point for each class.
-        Smaller temperatures and harder negatives go to the right, at the cost of height.""")
+def draw_uniformity(out, rows):
+    """Draw uniformity and tolerance of pixels, untrained and trained encoder. Ref: [4] Eq. 10, 11"""
+    points = {name: ([rows[name]["uniformity"]], [rows[name]["tolerance"]]) for name in sorted(rows)[::-1]}
+    title = "Training led to uniformity {uniformity:.2f}, tolerance {tolerance:.2f}".format(**rows["trained"])
+    caption = "Best is the upper right: embeddings spread over the sphere, but a class stays together."
+    draw(out / "uniformity.png", title, caption, {"": points},
+         xlim=(0.2, -4.2), ylim=(-0.2, 1.1), xlabel="uniformity (right: even)", ylabel="tolerance")
 
 
-def draw_histograms(path, z, labels):
-    """Densities of the cosines of pairs of one class, and of pairs of different classes ([1] App. B)."""
-    figure, axes = plt.subplots(1, 2)
-    overlap, bins = {}, min(200, max(20, len(labels) // 10))
-    for axis, (name, x) in zip(axes, z.items()):
-        edges, same, other = (part.cpu() for part in hardneg.cosine_histograms(x, labels, bins))
-        both = torch.minimum(same, other)
-        overlap[name] = 200 / bins * float(both.sum())
-        axis.stairs(both.numpy(), edges.numpy(), fill=True, color="#dddddd", label="overlap of the two")
-        axis.stairs(same.numpy(), edges.numpy(), color=INK["same"], linewidth=1.5, label="pairs of one class")
-        axis.stairs(other.numpy(), edges.numpy(), color=INK["other"], linewidth=1.5, label="pairs of different classes")
-        axis.set(title=f"{name} encoder: {overlap[name]:.0f} %", xlabel="cosine", xticks=(-1, -0.5, 0, 0.5, 1))
-    axes[0].set_ylabel("density")
-    axes[0].legend(loc="upper left")
-    near, far = (float((part * (edges[1:] + edges[:-1])).sum()) / bins for part in (same, other))
-    save_picture(path, figure, f"One class and different classes overlap by {overlap['trained']:.0f} % "
-                 f"(untrained: {overlap['untrained']:.0f} %)", f"""
-        Cosines of all pairs of {len(labels)} test images. The grey area is 100 % where a cosine says nothing about the
-        class, 0 % where a threshold says all. Trained, the mean is {near:.2f} for pairs of one class, {far:.2f} for
-        others. Pairs of different classes on the right are hard negatives, pairs of one class there are false ones.""")
+def draw_histograms(out, z, labels, bins=100):
+    """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
+    pairs, x = torch.ones(len(labels), len(labels)).triu(1) > 0, torch.linspace(-1, 1, bins)
+    same, panels, overlap = (labels[:, None] == labels).cpu()[pairs], {}, {}
+    for name, part in z.items():
+        cosines = (part @ part.T).cpu()[pairs].clamp(-1, 1)
+        one, two = (c.histc(bins, -1, 1) / len(c) for c in (cosines[same], cosines[~same]))
+        panels[f"{name} encoder"] = {"one class": (x, one), "different classes": (x, two)}
+        overlap[name] = f"{100 * torch.minimum(one, two).sum():.0f} %"
+    title = f"Same and different classes overlap by {overlap['trained']} (untrained: {overlap['untrained']})"
+    caption = "On the right, pairs of different classes are hard negatives, pairs of one class false ones."
+    draw(out / "histograms.png", title, caption, panels, xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""The README's CIFAR-10 table, run again: python benchmarks/cifar10.py FOLDER
+"""Run the README's table again: python benchmarks/cifar10.py FOLDER
 
-FOLDER holds CIFAR-10 as images, one folder a class, in train/ and test/. Each method is trained with three seeds on
-20 000 images (2 000 of each class, the same for all); readout and kNN are of the features of these and of the test
-images. A run whose results are there is not run again, so a kill costs the runs that were under way. The options of
-each method were chosen on seed 100, which is none of the three. Results come to benchmarks/cifar10.json.
+FOLDER holds CIFAR-10, one folder of images per class, in train/ and test/. Each loss trains with three seeds
+on the same 20 000 images, 2 000 of each class. Its options were chosen on seed 100. A run that has results is
+not repeated, and a stopped run goes on from its last epoch. The results go to cifar10.json.
 """
 import argparse
 import json
@@ -29,73 +28,74 @@ METHODS = {
 }
 
 
+# ---- Shared with temperature.py and diffhard.py ----------------------------------------------------------
+def command(options, threads):
+    """Run train.py in a process of its own; RuntimeError with the end of its messages if it fails."""
+    log = subprocess.run([sys.executable, HERE.parent / "train.py", *options], capture_output=True, text=True,
+                         env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    if log.returncode:
+        raise RuntimeError(f"{' '.join(map(str, options))}: {log.stderr[-500:]}")
+
+
 def run(data, folder, options, threads):
-    """The results of train.py with these options; they are taken from the folder if they are there."""
+    """Train with these options, unless the folder has the results → results without paths."""
     options = ["--data", data, *options, "--out", str(folder)]
     if not (folder / "results.json").exists():
-        log = subprocess.run([sys.executable, HERE.parent / "train.py", *options], capture_output=True, text=True,
-                             env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-        if log.returncode:
-            raise RuntimeError(f"{folder}: {log.stderr[-500:]}")
+        command(options, threads)
     results = json.loads((folder / "results.json").read_text())
     wanted = json.loads(json.dumps(vars(train.arguments(options)), default=str))
-    if any(results["options"].get(k, v) != v for k, v in wanted.items() if k not in ("data", "out", "device")):
-        raise RuntimeError(f"{folder} holds a run of other options: remove it, or name another --out")
+    if any(results["options"].get(name, value) != value for name, value in wanted.items()
+           if name not in ("data", *train.NOT_OF_THE_RUN)):
+        raise RuntimeError(f"{folder} holds a run with other options: remove it, or name another --out")
     print(f"{folder.name:24} {results['linear']:.2f} %", flush=True)
     results["options"] = {k: v for k, v in results["options"].items() if k not in ("data", "root", "out")}
     return results
 
 
-def in_parallel(job, todo, jobs):
-    """Some at a time, each with its share of the cores."""
-    threads = max(1, (os.cpu_count() or 1) // jobs)
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda some: job(*some, threads), todo))
-
-
-def arguments(doc, out):
-    """The command line of a benchmark."""
+def program(doc, name, todo, one, table):
+    """Run one(data, folder, seed, *what, threads) for each seed and what in todo; save and print it."""
     parser = argparse.ArgumentParser(description=doc.split("\n")[0])
     parser.add_argument("data", help="CIFAR-10 as a folder of images")
-    parser.add_argument("--out", type=Path, default=Path(out), help="where the runs go")
+    parser.add_argument("--out", type=Path, default=Path("runs", name), help="folder of the runs")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each row")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
-    return parser.parse_args()
+    args = parser.parse_args()
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [(seed, *what) for seed in range(args.seeds) for what in todo]
+        results = list(pool.map(lambda what: one(args.data, args.out, *what, threads), runs))
+    (HERE / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results))
+    return results
 
 
 def spread(values, digits=1):
-    """Mean ± standard deviation, of one value without the latter."""
+    """Write mean ± standard deviation; the mean alone for one value."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
+# ---- The table -------------------------------------------------------------------------------------------
 def table(results):
-    """Markdown rows, the best first: mean ± standard deviation over the seeds."""
-    def cell(rows, name):
-        return spread([row[name] for row in rows])
+    """Write the Markdown table, the best loss first."""
+    def row(name, options, some):
+        cells = [spread([result[figure] for result in some]) for figure in ("linear", "knn")]
+        return f"| {name} |{options} | {' | '.join(cells)} |"
 
-    groups = {method: [r for r in results if r["loss"] == method] for method in METHODS}
-    raw = results[0]["raw"]
+    groups = {loss: [r for r in results if r["loss"] == loss] for loss in METHODS}
+    groups = sorted(groups.items(), key=lambda item: -statistics.mean(r["linear"] for r in item[1]))
     lines = ["| loss | options | linear readout % | kNN % |", "|---|---|---|---|"]
-    for method, rows in sorted(groups.items(), key=lambda item: -statistics.mean(r["linear"] for r in item[1])):
-        lines.append(f"| `{method}` | `{' '.join(METHODS[method])}` | {cell(rows, 'linear')} | {cell(rows, 'knn')} |")
-    untrained = [r["untrained"] for r in results if r["loss"] == next(iter(METHODS))]
-    lines.append(f"| untrained encoder | | {cell(untrained, 'linear')} | {cell(untrained, 'knn')} |")
-    lines.append(f"| raw pixels | | {raw['linear']:.1f} | {raw['knn']:.1f} |")
+    lines += [row(f"`{loss}`", f" `{' '.join(METHODS[loss])}`", some) for loss, some in groups]
+    lines.append(row("untrained encoder", "", [r["untrained"] for r in results if r["loss"] == "simclr"]))
+    lines.append(row("raw pixels", "", [results[0]["raw"]]))
     return "\n".join(lines)
 
 
-def main():
-    args = arguments(__doc__, "runs/cifar10")
-
-    def one(method, seed, threads):
-        options = ["--loss", method, *METHODS[method], *COMMON, "--seed", str(seed)]
-        return {**run(args.data, args.out / f"{method}-{seed}", options, threads), "data": "CIFAR-10, 20 000 images"}
-
-    results = in_parallel(one, [(method, seed) for seed in range(args.seeds) for method in METHODS], args.jobs)
-    (HERE / "cifar10.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+def one(data, out, seed, loss, threads):
+    """Train one loss with one seed."""
+    options = ["--loss", loss, *METHODS[loss], *COMMON, "--seed", str(seed)]
+    return {**run(data, out / f"{loss}-{seed}", options, threads), "data": "CIFAR-10, 20 000 images"}
 
 
 if __name__ == "__main__":
-    main()
+    program(__doc__, "cifar10", [(loss,) for loss in METHODS], one, table)

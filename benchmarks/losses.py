@@ -1,17 +1,20 @@
-"""The losses in time and memory, beside what else there is: python benchmarks/losses.py
+"""Measure the losses' time and memory, beside other libraries: python benchmarks/losses.py
 
-Two views of B samples in D dimensions, float32, forward and backward. The first row is what no such loss can do
-without, three products (cosines, and their gradient to anchors and to candidates) into memory that is there already; it
-is the unit of the ratios. All rows are timed in turn, round after round, and a ratio is the median over rounds of two
-times of one round. Memory is the peak above the inputs, of one pass in a process of its own (on a GPU: of its
+Two views of B samples in D dimensions, float32, forward and backward. The first row is the least that such a
+loss needs: three products (cosines, their gradient to anchors and to candidates) into preallocated memory. It
+is the unit of the ratios. Every round times all rows in turn; a ratio is the median over rounds of two times
+of one round. Memory is the peak above the inputs of one pass, in a process of its own (on a GPU: of the
 allocator).
 
-Peers: pip install pytorch-metric-learning lightly info-nce-pytorch POT
-What is not installed is left out with a note, and so is what would want more than --gigabytes, by what it took at the
-size before, or 20 s a pass. Results come to losses.json and losses.png.
+    pip install pytorch-metric-learning lightly info-nce-pytorch POT    the peers; missing ones are left out
+    python benchmarks/losses.py --old FILE                              an older hardneg.py beside this one
+
+A row ends where a pass would take more than 20 s or, for a peer, more than --gigabytes, as estimated from the
+size before. The results go to losses.json and losses.png.
 """
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import math
 import platform
@@ -20,6 +23,7 @@ import subprocess
 import sys
 import time
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 
 import matplotlib
@@ -32,49 +36,60 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from hardneg import contrastive_loss  # noqa: E402
+import hardneg  # noqa: E402
 
 TEMPERATURE, TAU_PLUS, BETA, EPSILON = 0.5, 0.1, 1.0, 0.3
 
 
+# ---- Rows ------------------------------------------------------------------------------------------------
+@lru_cache(1)
+def buffers(n, dim, device):
+    return torch.empty(n, n, device=device), *(torch.empty(n, dim, device=device) for _ in range(2))
+
+
 def products(x, y):
-    """The floor: S = Z Zᵀ, S Z, Sᵀ Z, into memory that is there already."""
+    """Compute S = Z Zᵀ, S Z and Sᵀ Z, in memory allocated before."""
     z = torch.cat([x.detach(), y.detach()])
-    if products.room is None or products.room[0].shape[0] != len(z) or products.room[0].device != z.device:
-        products.room = z.new_empty(len(z), len(z)), torch.empty_like(z), torch.empty_like(z)
-    similarities, to_anchors, to_candidates = products.room
-    torch.mm(z, z.T, out=similarities)
-    torch.mm(similarities, z, out=to_anchors)
-    torch.mm(similarities.T, z, out=to_candidates)
+    cosines, to_anchors, to_candidates = buffers(*z.shape, z.device)
+    torch.mm(z, z.T, out=cosines)
+    torch.mm(cosines, z, out=to_anchors)
+    torch.mm(cosines.T, z, out=to_candidates)
 
 
-products.room = None
+def row_of(module, loss):
+    options = {"loss": loss, "temperature": TEMPERATURE, "beta": BETA, "epsilon": EPSILON}
+    return lambda x, y: module.contrastive_loss(x, y, **options)
 
 
-def ours(loss):
-    return lambda x, y: contrastive_loss(x, y, loss=loss, temperature=TEMPERATURE, beta=BETA, epsilon=EPSILON)
-
-
-def pairs(x, y):
-    """Unit rows, their cosines, and which of these are of two samples."""
-    z = F.normalize(torch.cat([x, y]))
-    sample = torch.arange(len(x), device=x.device).repeat(2)
-    return z, z @ z.T, sample[:, None] != sample
+def add_old(path):
+    """Add the losses of another hardneg.py as rows."""
+    spec = importlib.util.spec_from_file_location("old_hardneg", path)
+    module = sys.modules["old_hardneg"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    old = {f"old {loss}": (loss, row_of(module, loss)) for loss in hardneg.PRESETS if loss in module.PRESETS}
+    PEERS.update(old)
+    ROWS.update({name: function for name, (_, function) in old.items()})
 
 
 def cross_entropy(x, y):
-    """SimCLR as it is mostly written: one matrix of logits, one call."""
+    """SimCLR in its usual form: one matrix of logits, one call."""
     z = F.normalize(torch.cat([x, y]))
     logits = (z @ z.T / TEMPERATURE).fill_diagonal_(-math.inf)
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(len(x)))
 
 
+def dense_pairs(x, y):
+    """Return unit rows, their cosines, the mask of different samples, and e^{s⁺} of each anchor."""
+    z = F.normalize(torch.cat([x, y]))
+    sample = torch.arange(len(x), device=x.device).repeat(2)
+    return z, z @ z.T, sample[:, None] != sample, torch.exp((z * z.roll(len(x), 0)).sum(-1) / TEMPERATURE)
+
+
 def dense_hcl(x, y):
     """[1] Fig. 5, line by line: exponentials of everything, in matrices of (2B, 2B − 2)."""
-    z, cosines, negative = pairs(x, y)
+    z, cosines, different, pos = dense_pairs(x, y)
     n = len(z) - 2
-    neg = torch.exp(cosines / TEMPERATURE).masked_select(negative).view(-1, n)
-    pos = torch.exp((F.normalize(x) * F.normalize(y)).sum(-1) / TEMPERATURE).repeat(2)
+    neg = torch.exp(cosines / TEMPERATURE).masked_select(different).view(-1, n)
     importance = torch.exp(BETA * neg.log())
     weighted = (importance * neg).sum(-1) / importance.mean(-1)
     corrected = ((weighted - TAU_PLUS * n * pos) / (1 - TAU_PLUS)).clamp(min=n * math.exp(-1 / TEMPERATURE))
@@ -82,17 +97,16 @@ def dense_hcl(x, y):
 
 
 def dense_ot(x, y):
-    """[2] with the cost from differences of rows (by 64 rows, as all at once are A·N·D numbers) and POT's Sinkhorn."""
+    """[2] with a cost by differences of rows (64 at a time: all are A·N·D numbers), and POT's Sinkhorn."""
     import ot
-    z, cosines, negative = pairs(x, y)
+    z, cosines, different, pos = dense_pairs(x, y)
     with torch.no_grad():
         cost = torch.cat([(rows[:, None] - z).pow(2).sum(-1) for rows in z.split(64)]) / 2
-        cost = cost.masked_fill(~negative, 1e6).double().cpu().numpy()
+        cost = cost.masked_fill(~different, 1e6).double().cpu().numpy()
         share = [1 / len(z)] * len(z)
         plan = torch.as_tensor(ot.sinkhorn(share, share, cost, EPSILON, stopThr=1e-5), device=z.device)
         weights = (len(z) - 2) * (plan / plan.sum(1, keepdim=True)).to(z.dtype)
     neg = (weights * torch.exp(cosines / TEMPERATURE)).sum(-1)
-    pos = torch.exp((F.normalize(x) * F.normalize(y)).sum(-1) / TEMPERATURE).repeat(2)
     return -torch.log(pos / (pos + neg)).mean()
 
 
@@ -111,146 +125,162 @@ def info_nce(x, y):
     return InfoNCE(TEMPERATURE)(x, y)
 
 
-CASES = {"three products": products} | {loss: ours(loss) for loss in
-                                        ("simclr", "debiased", "hcl", "ot", "hard", "simple", "triplet", "ppcl")}
-PEERS = {  # name: (what it computes, function)
+PEERS = {  # name: the loss that it computes, function
     "F.cross_entropy": ("simclr", cross_entropy),
     "dense formula of [1]": ("hcl", dense_hcl),
     "cost by rows, POT": ("ot", dense_ot),
     "pytorch-metric-learning": ("simclr", metric_learning),
     "lightly": ("simclr", lightly),
-    "info-nce-pytorch": ("simclr", info_nce),  # another loss: one view against the other, a quarter
+    "info-nce-pytorch": ("simclr", info_nce),  # one view against the other alone, a quarter of the pairs
 }
-CASES |= {name: function for name, (_, function) in PEERS.items()}
-PACKAGES = {"cost by rows, POT": "POT", "pytorch-metric-learning": "pytorch-metric-learning", "lightly": "lightly",
-            "info-nce-pytorch": "info-nce-pytorch"}
+PACKAGES = {"cost by rows, POT": "POT", **{name: name for name in list(PEERS)[3:]}}
+ROWS = {"three products": products, **{loss: row_of(hardneg, loss) for loss in hardneg.PRESETS},
+        **{name: function for name, (_, function) in PEERS.items()}}
 
 
-def inputs(b, dim, device):
+# ---- Measurements ----------------------------------------------------------------------------------------
+def inputs(size, options):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(b, dim, generator=generator).to(device).requires_grad_() for _ in range(2)]
+    return [torch.randn(size // 2, options.dim, generator=generator).to(options.device).requires_grad_()
+            for _ in range(2)]
 
 
-def once(case, x, y):
-    """Seconds of one pass, forward and backward."""
+def once(name, x, y):
+    """Time one pass, forward and backward, in seconds."""
     x.grad = y.grad = None
     if x.device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        torch.cuda.synchronize()
     begin = time.perf_counter()
-    loss = CASES[case](x, y)
+    loss = ROWS[name](x, y)
     if loss is not None:
         loss.backward()
-    if x.device.type != "cuda":
-        return time.perf_counter() - begin
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
-def peak(case, b, dim, device):
-    """MiB above the inputs that one pass holds at most, in this process."""
-    once(case, *inputs(8, dim, device))  # libraries are loaded, threads started
-    x, y = inputs(b, dim, device)
     if x.device.type == "cuda":
         torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def peak(name, size, options):
+    """Measure the memory that one pass takes above its inputs, in MiB; for a process of its own."""
+    once(name, *inputs(16, options))  # warm up: load libraries, start threads
+    x, y = inputs(size, options)
+    if x.device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        once(case, x, y)
+        once(name, x, y)
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
-    def resident(name):
-        line, = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    def resident(key):
+        line, = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
         return int(line.split()[1]) / 1024
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = resident("VmRSS")
-    once(case, x, y)
+    once(name, x, y)
     return resident("VmHWM") - before
 
 
+def peak_apart(name, size, options):
+    """Run `peak` in a process of its own; None, and a message, if that fails."""
+    old = ["--old", str(options.old)] if options.old else []
+    command = [sys.executable, __file__, "--one", name, "--sizes", str(size), "--dim", str(options.dim),
+               "--device", options.device, *old]
+    out = subprocess.run(command, capture_output=True, text=True)
+    if out.returncode:
+        tqdm.write(f"{name} at 2B = {size}: {out.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    return float(out.stdout.split()[-1])
+
+
+def affordable(name, last, size, options):
+    """Return whether a pass fits the limits: time grows as the square of size, memory at most the cube."""
+    growth = size / last["size"]
+    large = name in PEERS and last["memory"] / 1024 * growth**3 > options.gigabytes
+    return not large and last["seconds"] * growth**2 <= 20
+
+
 def measure(options):
-    """Rows {case, size, seconds, memory}: medians of times, and times by round for the ratios."""
+    """Measure all rows at all sizes → [{case, size, seconds, rounds, memory}]."""
     rows, last = [], {}
+    names = [name for name in ROWS if name not in PACKAGES or version(PACKAGES[name])]
     for size in options.sizes:
-        x, y = inputs(size // 2, options.dim, options.device)
-        cases = {}
-        for case in tqdm(CASES, desc=f"memory, 2B = {size}", leave=False):
-            package = PACKAGES.get(case)
-            if package and not installed(package):
-                continue
-            before = last.get(case)  # memory grows at most with the cube, and time
-            if before and (before["memory"] / 1024 * (size / before["size"])**3 > options.gigabytes and case in PEERS
-                           or before["seconds"] * (size / before["size"])**2 > 20):
-                continue
-            out = subprocess.run([sys.executable, __file__, "--one", case, "--sizes", str(size), "--dim",
-                                  str(options.dim), "--device", options.device], capture_output=True, text=True)
-            cases[case] = float(out.stdout.split()[-1]) if out.returncode == 0 else math.nan
-            if out.returncode:
-                tqdm.write(f"{case} at 2B = {size}: {out.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-        cases = {case: memory for case, memory in cases.items() if memory == memory}
-        times = {case: [] for case in cases}
-        repeats = {case: max(1, min(20, round(0.1 / once(case, x, y)))) for case in cases}  # of what is short, many
-        for _ in tqdm(range(options.rounds), desc=f"time, 2B = {size}", leave=False):
-            for case in cases:
-                times[case].append(statistics.median(once(case, x, y) for _ in range(repeats[case])))
-        for case, memory in cases.items():
-            last[case] = {"case": case, "size": size, "seconds": statistics.median(times[case]),
-                          "rounds": [float(f"{t:.4g}") for t in times[case]], "memory": round(memory, 1)}
-            rows.append(last[case])
-        products.room = None
+        names = [name for name in names if name not in last or affordable(name, last[name], size, options)]
+        memory = {name: peak_apart(name, size, options)
+                  for name in tqdm(names, f"memory, 2B = {size}", leave=False)}
+        names = [name for name in names if memory[name] is not None]
+        x, y = inputs(size, options)
+        times = {name: [] for name in names}
+        repeats = {name: max(1, min(20, round(0.1 / once(name, x, y)))) for name in names}
+        for _ in tqdm(range(options.rounds), f"time, 2B = {size}", leave=False):
+            for name in names:
+                times[name].append(statistics.median(once(name, x, y) for _ in range(repeats[name])))
+        for name in names:
+            rounds = [float(f"{t:.4g}") for t in times[name]]
+            last[name] = {"case": name, "size": size, "seconds": statistics.median(times[name]),
+                          "rounds": rounds, "memory": round(memory[name], 1)}
+            rows.append(last[name])
+        buffers.cache_clear()
     return rows
 
 
-def installed(package):
+def version(package):
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def ratio(rows, size, case, to):
-    """Median over rounds of one case's time over another's; None where one was not timed."""
+# ---- Results ---------------------------------------------------------------------------------------------
+def ratio(rows, size, name, to):
+    """Return the median over rounds of one row's time over another's; None where one was not timed."""
     times = {row["case"]: row["rounds"] for row in rows if row["size"] == size}
-    if case not in times or to not in times:
+    if name not in times or to not in times:
         return None
-    return statistics.median(a / b for a, b in zip(times[case], times[to]))
+    return statistics.median(a / b for a, b in zip(times[name], times[to]))
 
 
 def table(results):
-    """Markdown: for each size milliseconds, times the three products, and MiB."""
-    sizes = sorted({row["size"] for row in results["rows"]})
-    lines = ["| | " + " | ".join(f"2B = {size}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for case in CASES:
-        cells = []
-        for size in sizes:
-            row = next((r for r in results["rows"] if (r["case"], r["size"]) == (case, size)), None)
-            times = ratio(results["rows"], size, case, "three products")
-            cells.append("" if row is None else f"{1000 * row['seconds']:.4g} ms"
-                         + (f", {times:.2f} ×" if times else "") + f", {row['memory']:.0f} MiB")
-        if any(cells):
-            lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    lines += ["", "| peer, times as slow | loss differs by | " + " | ".join(f"2B = {size}" for size in sizes) + " |",
-              "|---" * (len(sizes) + 2) + "|"]
-    for case, (same, _) in PEERS.items():
-        cells = [ratio(results["rows"], size, case, same) for size in sizes]
-        if any(cells):
-            lines.append(f"| {case} / {same} | {results['differences'][case]:.0e} | "
-                         + " | ".join(f"{c:.3g}" if c else "" for c in cells) + " |")
+    """Write two Markdown tables: milliseconds, times three products, MiB; and each peer's time over ours."""
+    rows, differences = results["rows"], results["differences"]
+    sizes = sorted({row["size"] for row in rows})
+    header = " | ".join(f"2B = {size}" for size in sizes) + " |"
+    measured = list(dict.fromkeys(row["case"] for row in rows))
+    lines = [f"| | {header}", "|---" * (len(sizes) + 1) + "|"]
+    for name in measured:
+        cells = dict.fromkeys(sizes, "")
+        for row in (row for row in rows if row["case"] == name):
+            times = ratio(rows, row["size"], name, "three products")
+            cells[row["size"]] = (f"{1000 * row['seconds']:.4g} ms" + (f", {times:.2f} ×" if times else "")
+                                  + f", {row['memory']:.0f} MiB")
+        lines.append(f"| {name} | {' | '.join(cells.values())} |")
+    lines += ["", f"| peer, times as slow | loss differs by | {header}", "|---" * (len(sizes) + 2) + "|"]
+    for name in (name for name in measured if name in differences):
+        same = PEERS[name][0] if name in PEERS else name.removeprefix("old ")
+        cells = [ratio(rows, size, name, same) for size in sizes]
+        lines.append(f"| {name} / {same} | {differences[name]:.0e} | "
+                     + " | ".join(f"{cell:.3g}" if cell else "" for cell in cells) + " |")
     return "\n".join(lines)
 
 
+def heading(results):
+    """Say what was measured, and on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    rounds = len(results["rows"][0]["rounds"])
+    return f"{results['date']}, {results['device']}, D = {results['dim']}, {rounds} rounds, {versions}"
+
+
 def draw(results, path):
-    """Time and memory over the batch, peers dashed."""
+    """Draw time and memory over the batch, peers dashed."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    shown = [case for case in CASES if case not in ("debiased", "simple", "triplet", "ppcl")]
-    for k, case in enumerate(shown):
-        rows = [row for row in results["rows"] if row["case"] == case]
-        style = dict(color="black" if k == 0 else plt.cm.tab10(k - 1), marker="o", ms=3,
-                     ls=":" if k == 0 else "--" if case in PEERS else "-")
-        for axis, name, factor in zip(axes, ("seconds", "memory"), (1000, 1)):
-            if not (name == "memory" and case == "three products"):
-                axis.plot([r["size"] for r in rows], [factor * r[name] for r in rows], label=case, **style)
+    shown = ["three products", "simclr", "hcl", "ot", "hard", *(name for name in PEERS if name[:4] != "old ")]
+    for k, name in enumerate(shown):
+        rows = [row for row in results["rows"] if row["case"] == name]
+        sizes = [row["size"] for row in rows]
+        style = dict(color="black" if k == 0 else plt.cm.tab10(k - 1), marker="o", ms=3, label=name,
+                     ls=":" if k == 0 else "--" if name in PEERS else "-")
+        if rows:
+            axes[0].plot(sizes, [1000 * row["seconds"] for row in rows], **style)
+        if rows and k > 0:
+            axes[1].plot(sizes, [row["memory"] for row in rows], **style)
     for axis, label in zip(axes, ("ms, forward and backward", "MiB above the inputs")):
         axis.set(xscale="log", yscale="log", xlabel="2B", ylabel=label, xticks=results["sizes"],
                  xticklabels=results["sizes"])
@@ -263,40 +293,35 @@ def draw(results, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384], metavar="2B")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2**k for k in range(8, 15)], metavar="2B")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--gigabytes", type=float, default=12, help="memory that a peer may take")
+    parser.add_argument("--gigabytes", type=float, default=12, help="most memory of a peer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--old", type=Path, metavar="FILE", help="another hardneg.py, for the same rounds")
     parser.add_argument("--out", type=Path, default=HERE / "losses.json")
-    parser.add_argument("--one", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.old:
+        add_old(options.old)
     if options.one:
-        print(peak(options.one, options.sizes[0] // 2, options.dim, options.device))
+        print(peak(options.one, options.sizes[0], options))
         return
-    for package in PACKAGES.values():
-        if not installed(package):
-            print(f"{package} is not installed and left out", file=sys.stderr)
+    missing = [package for package in PACKAGES.values() if not version(package)]
+    print("left out, as not installed:", ", ".join(missing) or "nothing", file=sys.stderr)
     rows = measure(options)
-    hardware = torch.cuda.get_device_name() if options.device == "cuda" else \
+    x, y = inputs(options.sizes[0], options)
+    differences = {name: float((ROWS[name](x, y) - ROWS[same](x, y)).detach().abs())
+                   for name, (same, _) in PEERS.items() if any(row["case"] == name for row in rows)}
+    device = torch.cuda.get_device_name() if options.device == "cuda" else \
         f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    x, y = inputs(options.sizes[0] // 2, options.dim, options.device)
-    differences = {case: float((CASES[case](x, y) - CASES[same](x, y)).detach().abs())
-                   for case, (same, _) in PEERS.items() if any(row["case"] == case for row in rows)}
-    results = {"date": str(date.today()), "device": hardware, "dim": options.dim, "sizes": options.sizes,
+    results = {"date": str(date.today()), "device": device, "dim": options.dim, "sizes": options.sizes,
                "rows": rows, "differences": differences,
-               "versions": {name: installed(name) for name in ("torch", *PACKAGES.values()) if installed(name)}}
+               "versions": {name: version(name) for name in ("torch", *PACKAGES.values()) if version(name)}}
     options.out.write_text(json.dumps(results) + "\n")
     draw(results, options.out.with_suffix(".png"))
     print(heading(results))
     print(table(results))
-
-
-def heading(results):
-    """What was measured, on what."""
-    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    rounds = len(results["rows"][0]["rounds"])
-    return f"{results['date']}, {results['device']}, D = {results['dim']}, {rounds} rounds, {versions}"
 
 
 if __name__ == "__main__":
