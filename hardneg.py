@@ -5,12 +5,12 @@ negatives, away. Which negatives count, and how much, decides how good the encod
 answers the same three questions, and the file asks them in order:
 
     1. Who could be a negative?         candidates: the other samples of the batch, a memory bank, a queue
-    2. How much does each one count?    weights:    log w_ij = log(q(x_j|x_i) / p(x_j)): drawn from q, not p
+    2. How much does each one count?    weights:    log w_ij = log(q(x_j|x_i) / p(x_j)): drawn from p, for q
     3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl
 
     from hardneg import ContrastiveLoss
     criterion = ContrastiveLoss("hcl", beta=1.0)
-    loss = criterion(encoder(view_1), encoder(view_2))
+    loss = criterion(encoder(view_1), encoder(view_2))      # embeddings (B, D)
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
@@ -163,10 +163,10 @@ def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
         a, n = ((x > lowest).sum().clamp_min(1).to(x.dtype) for x in (row_sums, column_sums))
         error = torch.expm1(f + row_sums).abs().sum() / a                   # rows of P sum to e^{f + sum} / A
         limit = (1e-12 if sums.dtype == torch.float64 else 1e-5) if tolerance is None else tolerance
-        if step > 0 and (step == max_steps or not _readable(error) or error <= limit):
+        if step > 0 and (step == max_steps or not _readable(error) or not error > limit):
             break
         f, g = -row_sums, (a / n).log() - column_sums
-    if _readable(error) and not error <= limit:
+    if _readable(error) and error > limit:
         warnings.warn(f"Sinkhorn stopped after {step} steps, above its tolerance {limit:.0e}: raise epsilon, "
                       "or check that labels leave enough candidates", stacklevel=2)
     return f - a.log(), g, error
@@ -293,8 +293,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     block_size      anchors in a block; it changes results by rounding alone. None: chosen; 0: all at once,
                     by plain autograd, which stores A·N numbers and can be differentiated twice
     group           a torch.distributed process group: candidates are the views of every rank (`negatives`
-                    must be equal everywhere). All ranks call together, with views of one shape. "mean", "sum"
-                    and, once the ranks average them, parameters' gradients are those of one process
+                    must be equal everywhere). All ranks call together, with views of one shape. "mean" and
+                    "sum" are those of one process, and so are gradients once the ranks average them
     return_stats    also return a dict of 0-d tensors, of the first 2^20 pairs: `clamped`, the share of
                     anchors whose debiasing meets its floor; `ess`, the effective number of negatives
                     (Σw)²/Σw² as a share of N; `positive` and `negative`, the mean cosines
@@ -340,10 +340,10 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
             distributed.all_reduce(total, group=group)
             value, total = (value, total / ranks) if reduction == "mean" else (ranks * value, total)
             value = value + (total - value).detach()
-        if _readable(value) and not value.isfinite().all():
-            _check_finite(views, negatives)
         tau_used = tau_plus if objective in ("nce", "ppcl") else 0.0
         stats = return_stats and _statistics(pairs, weights_of, temperature, g, tau_used, group)
+        if _readable(value) and not value.isfinite().all():
+            _check_finite(views, negatives)
         return (value, stats) if return_stats else value
 
 class _Pairs:
@@ -420,14 +420,14 @@ class ContrastiveLoss(nn.Module):
     def extra_repr(self):
         """Show the loss, its parts and the options given."""
         shown = {name: getattr(self, name) for name in ("weights", "objective", "tau_plus")} | self.given
-        shown["temperature"] = float(self.temperature)
+        shown["temperature"] = float(torch.as_tensor(self.temperature).detach())
         shown = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
         return f"{self.options['loss']!r}, {shown}" + ", learned" * isinstance(self.temperature, nn.Parameter)
 
 def _resolve(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
              detach_weights, reduction, block_size, negatives=None, own=None, labels=None, normalize=True,
              group=None, return_stats=False):
-    """Check the options, and decide what the preset leaves open; the last six only pass by."""
+    """Check the options, and decide what is left open; the last six only pass by."""
     _require(loss in PRESETS, "loss", repr(loss), f"one of {', '.join(PRESETS)}")
     weights, objective = weights or PRESETS[loss][0], objective or PRESETS[loss][1]
     tau_plus = PRESETS[loss][2] if tau_plus is None else tau_plus
@@ -653,8 +653,7 @@ def view(images, generator=None, area=(0.2, 1.0), ratio=(3 / 4, 4 / 3), flip=0.5
     and chroma, so its parts commute and the result is clipped once. Ref: [6] App. A; [3] 3.1"""
     x, (b, _, height, width) = _floats(images), images.shape
     u = torch.rand(b, 13, generator=generator, device=x.device, dtype=torch.float32).to(x.dtype).unbind(1)
-    def between(low, high, r):
-        return low + (high - low) * r
+    between = lambda low, high, r: low + (high - low) * r  # noqa: E731
     # crop and flip: where each pixel of the view comes from, in coordinates from −1 to 1
     share, aspect = between(*area, u[0]), torch.exp(between(math.log(ratio[0]), math.log(ratio[1]), u[1]))
     w, h = (share * aspect).sqrt().clamp_max(1), (share / aspect).sqrt().clamp_max(1)
@@ -695,7 +694,7 @@ def _blur(x, sigma, chosen):
 
 class Encoder(nn.Module):
     """Map images (B, 3, H, W) in [0, 1] to features (B, self.features), and these to embeddings (B, dim).
-    name: "small" (four convolutions, a minute on a CPU), "resnet18" or "resnet50"; dim: of the embedding;
+    name: "small" (four convolutions, for a CPU), "resnet18" or "resnet50"; dim: of the embedding;
     size: side of the images. After training, use the features. For images of at most 64 pixels torchvision's
     networks get a 3 × 3 first convolution and no max-pooling. Ref: [6] App. B.9; [1] App. C"""
     def __init__(self, name="small", dim=128, size=32):
@@ -728,7 +727,7 @@ class MemoryBank(nn.Module):
     """Remember one unit row for every training image: row_i ← m row_i + (1 − m) z_i, back on the unit sphere.
     rows: the first ones (K, D), such as the untrained encoder's embeddings; random rows would be noise.
     momentum: m in [0, 1). The buffer `rows` has no gradient. Use, without a second projection of the bank:
-        z = unit(encoder(view))
+        z = unit(encoder(view))                              # of an Encoder: encoder(view)[1]
         loss = criterion(z, bank.rows[index], negatives=bank.rows, own=index, normalize=False)
         loss.backward(); optimizer.step(); bank.update(index, z)
     As a queue of the last K embeddings: negatives=queue.rows, then queue.push(keys). Ref: [4] 5.1; [8]"""
@@ -848,9 +847,9 @@ def hinge_generator(fake):
     return -fake.mean()
 
 def diversity(images, real):
-    """Compare mean distances to the nearest other image: 1 is as diverse as the real ones, 0 all alike."""
+    """Divide mean distances to the nearest other image: 1 is as diverse as the real ones, 0 all alike."""
     one, other = (torch.cdist(x, x).fill_diagonal_(INF).amin(1).mean()
-                  for x in (_upcast(images).flatten(1), _upcast(real).flatten(1)))
+                  for x in (_upcast(images.detach()).flatten(1), _upcast(real.detach()).flatten(1)))
     return one / other
 
 class Game(nn.Module):
@@ -1013,8 +1012,8 @@ class SimCLR(nn.Module):
 
     def contrast(self, *z, return_stats=False, **options):
         """Compute the loss of embeddings, and a dict of its statistics."""
-        loss = self.criterion(*z, return_stats=return_stats, **options)
-        return loss if return_stats else (loss, {})
+        result = self.criterion(*z, return_stats=return_stats, **options)
+        return result if return_stats else (result, {})
 
     def step(self, encoder, images, index, generator, **options):
         """Compute the loss of a batch, and figures."""
@@ -1058,7 +1057,7 @@ class Queue(SimCLR):
         self.slow, self.momentum = copy.deepcopy(encoder).requires_grad_(False).eval(), momentum
         self.leader = (encoder,)                             # in a tuple: it is no part of this module
         _require(isinstance(size, int) and size >= 1, "size", size, "a whole number of at least 1")
-        some = torch.randperm(max(size, len(images)), device=images.device)[:size] % len(images)
+        some = torch.arange(size, device=images.device) * len(images) // size        # evenly spread
         self.queue = MemoryBank(embed(encoder, images[some])[1])
 
     def step(self, encoder, images, index, generator, group=None, **options):
@@ -1105,9 +1104,9 @@ class DiffHard(SimCLR):
         self.register_buffer("taken", torch.zeros((), dtype=torch.long))
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
-        game, self.alone = self.game.train(), encoder is None
+        game, self.early = self.game.train(), encoder is None
         self.real, self.generator = _floats(images), generator
-        if self.alone:
+        if self.early:
             return None, {}
         self.turn = int(self.taken) % game.every == 0
         self.taken += 1
@@ -1126,13 +1125,13 @@ class DiffHard(SimCLR):
 
     def after_step(self):
         # Step 3: every few iterations, update the generator
-        if not (self.alone or self.turn):
+        if not (self.early or self.turn):
             return None
-        if self.game.ascent and not self.alone:
+        if self.game.ascent and not self.early:
             self.game.optimizers["ascent"].step()                                        # Eq. 4
         self.game.follow()                                                               # Eq. 7
         figures = self.game.imitate(self.real, self.generator)                           # Eq. 5
-        if not self.alone and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
+        if not self.early and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
             warnings.warn("the generator has collapsed, or the discriminator tells all its images from real "
                           "ones: lower the game's ascent_lr or lr, or raise pretrain or every")
         return figures
@@ -1160,12 +1159,12 @@ RECIPES = {  # name: optimizer, its rate over the progress p in [0, 1], and the 
 class Training:
     """Train an encoder, step by step: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
     encoder, images  an Encoder, and uint8 images (n, 3, H, W) on its device; or an object with `len` and
-                     `batches`, which takes a list of index tensors and yields such batches
+                     `batches`: list of index tensors → iterator of such images
     method           SimCLR, Bank, Queue, CLAE or DiffHard
     recipe           a row of RECIPES; epochs, batch_size (the largest), lr and weight_decay override it
     schedules        {option of the loss: function of the progress}: {"alpha": lambda p: lead_in(p, 0.1)}
     micro_batch, bfloat16   images that the encoder takes at a time; its autocast, None: if the hardware can
-    group            a torch.distributed process group: each rank takes its share of every batch. The run is
+    group            a torch.distributed process group: each rank takes its share of every batch. The loss is
                      that of one process, but for BatchNorm; at most ranks − 1 images of a batch are left out
     seed             of order, views and latents; it repeats the run (on a GPU up to rounding)
     A step yields {"epoch", "step", "steps", "images", "loss"}, scheduled options, and every tenth of an epoch
@@ -1180,15 +1179,16 @@ class Training:
         self.rank = 0 if group is None else distributed.get_rank(group)
         self.ranks = 1 if group is None else distributed.get_world_size(group)
         n, self.device = len(images), next(encoder.parameters()).device
-        _require(n >= 2, "images", n, "at least 2 to train on: one alone has no negatives")
+        _require(n >= max(2, self.ranks), "images", n, "at least 2 to train on, and one for each rank")
         _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
         _require(size >= max(2, self.ranks), "batch_size", size, f"at least {max(2, self.ranks)}")
         _require(0 < lr < INF, "lr", lr, "a number above 0")
         _require(group is None or not method.follows, "group", "given", "None: one process plays a game")
-        self.batches = min(-(-n // min(size, n)), n // 2)    # of nearly one size, none of one image
+        self.batches = min(-(-n // min(size, n)), n // max(2, self.ranks))   # of nearly one size
+        method.to(self.device)
         for x in (*encoder.state_dict().values(), *method.state_dict().values()) if group is not None else ():
             distributed.broadcast(x, distributed.get_global_rank(group, 0), group=group)
-        self.encoder, self.method = encoder.to(memory_format=torch.channels_last), method.to(self.device)
+        self.encoder, self.method = encoder.to(memory_format=torch.channels_last), method
         self.images, self.epoch, self.seed, self.group = images, -method.pretrain, seed, group
         self.steps, self.schedules = (method.pretrain + self.epochs) * self.batches, schedules or {}
         self.micro_batch, self.generator = micro_batch, torch.Generator(self.device)
@@ -1203,14 +1203,14 @@ class Training:
     def __iter__(self):
         while self.epoch < self.epochs:
             epoch, done = self.epoch, self.steps - (self.epochs - self.epoch) * self.batches
-            seed = self.seed * 100_003 + epoch               # of the epoch alone: a resumed run repeats it
+            seed = self.seed * 100_003 + epoch               # of seed and epoch: a resumed run repeats it
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             self.generator.manual_seed(seed * self.ranks + self.rank)
             shares = [index[:len(index) // self.ranks * self.ranks].chunk(self.ranks)[self.rank]
                       for index in order.to(self.device).tensor_split(self.batches)]
             batches = (map(self.images.__getitem__, shares) if torch.is_tensor(self.images) else
                        self.images.batches(shares))
-            for step, (index, images) in enumerate(zip(shares, batches), 1):
+            for step, (index, images) in enumerate(zip(shares, batches, strict=True), 1):
                 try:
                     figures = self._step(index, images, step - 1)
                 except (_NotFinite, FloatingPointError) as error:
@@ -1222,7 +1222,7 @@ class Training:
 
     def _step(self, index, images, step):
         total, begun = self.epochs * self.batches, self.epoch >= 0
-        progress = (self.epoch * self.batches + step) / total
+        progress = max(0, self.epoch * self.batches + step) / total
         rate = self.recipe["rate"](progress, 1 / total)
         for part in (part for x in (self.optimizer, *self.method.follows) for part in x.param_groups):
             part["lr"] = part.setdefault("initial_lr", part["lr"]) * rate
