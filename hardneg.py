@@ -420,7 +420,7 @@ class ContrastiveLoss(nn.Module):
     def extra_repr(self):
         """Show the loss, its parts and the options given."""
         shown = {name: getattr(self, name) for name in ("weights", "objective", "tau_plus")} | self.given
-        shown["temperature"] = float(torch.as_tensor(self.temperature).detach())
+        shown["temperature"] = t.item() if torch.is_tensor(t := self.temperature) else t
         shown = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
         return f"{self.options['loss']!r}, {shown}" + ", learned" * isinstance(self.temperature, nn.Parameter)
 
@@ -515,7 +515,7 @@ def _block_size(pairs, shortcut):
     n = len(pairs.candidates)
     if torch.compiler.is_compiling() or shortcut is None and len(pairs.anchors) * n <= 2**19:
         return 0                                             # plain autograd is faster for small batches
-    return max(128, 2**(20 if pairs.anchors.device.type == "cpu" else 25) // n)
+    return max(128 if shortcut else 64, 2**(20 if pairs.anchors.device.type == "cpu" else 25) // n)
 
 def _slices(n, size):
     return [slice(start, start + size) for start in range(0, n, size)] if size else [slice(None)]

@@ -1803,6 +1803,11 @@ class TestTraining:
             training = begin(images.train, name, batch_size=6, own=own)
             ends.append(finish(training) and training.encoder.state_dict())
         assert equal_states(ends[0], ends[1]) and equal_states(ends[1], ends[2])
+    def test_images_alone_in_their_class_or_unlabelled_are_their_own_partners(self):
+        images = torch.arange(6).view(6, 1, 1, 1).expand(6, 3, 8, 8)
+        labels = torch.tensor([-1, -1, 0, 0, 1, -1])
+        method = hardneg.SimCLR(hardneg.ContrastiveLoss(), partners=(images, labels))
+        assert method.others_of_class(torch.arange(6), seeded(0))[:, 0, 0, 0].tolist() == [0, 1, 3, 2, 4, 5]
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("recipe", hardneg.RECIPES)
     def test_resumes_to_the_same_bits(self, few, name, recipe, tmp_path):
