@@ -798,6 +798,11 @@ def ends_of(low, high):
 
 class TestEdges:
     """Extreme and degenerate input gives finite and accurate losses, in every dtype."""
+    @pytest.mark.parametrize("length", [1e-30, 1e30])
+    def test_unit_rows_of_any_length(self, length):
+        x = torch.tensor(normal(1, 4, 3), dtype=torch.float32)
+        close(hardneg.unit(x * length), hardneg.unit(x), 1e-6)
+
     @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("corner", corners())
     def test_degenerate_batches(self, corner, loss):
