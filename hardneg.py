@@ -82,10 +82,11 @@ def _logsumexp(x, dim=-1):
     x = x.clamp_min(torch.finfo(x.dtype).min)
     return x.squeeze(dim) if x.shape[dim] == 1 else torch.logsumexp(_upcast(x), dim).to(x.dtype)
 
-def _logsumexp_(x, dim):
+def _logsumexp_(x, dim, largest=None):
     """Compute `_logsumexp` without a gradient; x becomes the shares e^{x_j} / Σ_k e^{x_k}.
-    softmax is one fused pass, so the sum is read off its largest share."""
-    largest = x.clamp_min_(torch.finfo(x.dtype).min).amax(dim)
+    softmax is one fused pass, so the sum is read off its largest share. largest: amax(x), if it is known."""
+    x.clamp_min_(torch.finfo(x.dtype).min)
+    largest = x.amax(dim) if largest is None else largest
     return largest - torch.softmax(x, dim, out=x).amax(dim).log()
 
 def _log_count(x):
@@ -205,12 +206,13 @@ def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
         return total
     log_n = _logsumexp(log_w).detach()
     log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    correction = log_n + math.log(tau_plus) + _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos)
+    mean = _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos) if pos.shape[1] > 1 else pos[:, 0]
+    correction = log_n + math.log(tau_plus) + mean
     excess = correction - total                              # below 0 if the difference is positive
     left = total + torch.log(-torch.expm1(excess.masked_fill(excess >= 0, -1))) - math.log1p(-tau_plus)
     floor = log_n - 1 / temperature
     clamped = (excess >= 0) | (left < floor)
-    if _readable(clamped) and (clamped & (log_n > torch.finfo(log_n.dtype).min)).float().mean() > 0.5:
+    if _readable(clamped) and 2 * (clamped & (log_n > torch.finfo(log_n.dtype).min)).sum() > len(clamped):
         warnings.warn("debiasing: the floor binds for most anchors, whose negatives get no gradient: raise "
                       "temperature or lower tau_plus", stacklevel=2)
     return torch.where(clamped, floor, left)
@@ -600,11 +602,8 @@ def _merge_(cosines, scratch, t, c, alpha, g, detached):
         if g is not None:
             p += g
             q += g
-        mean = _logsumexp_(p, -1) - _logsumexp_(q, -1)
-        if detached:
-            cosines.copy_(p)
-        else:
-            torch.add(p, torch.sub(p, q, out=q), alpha=c, out=cosines)
+        mean = _logsumexp_(p, -1, 0 if g is None else None) - _logsumexp_(q, -1, 0 if g is None else None)
+        torch.lerp(q, p, 1.0 if detached else 1 + c, out=cosines)
     return mean + nearest[:, 0] / t, log_n
 
 def _potential(pairs, group, epsilon, cost, kappa):
