@@ -4,9 +4,9 @@ An encoder learns without labels: it pulls two views of a sample together and pu
 negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every method here
 answers the same three questions, and the file asks them in order:
 
-    1. Who could be a negative?         candidates: the other samples of the batch, a memory bank, a queue
+    1. Who could be a negative?         candidates: other samples of the batch, a memory bank, given ones
     2. How much does each one count?    weights:    log w_ij = log(q(x_j|x_i) / p(x_j)): drawn from p, for q
-    3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl
+    3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl, decoupled
 
     from hardneg import ContrastiveLoss
     criterion = ContrastiveLoss("hcl", beta=1.0)
@@ -35,13 +35,12 @@ Sections: 1 Weights, 2 Objectives, 3 The loss, 4 Blocks and ranks, 5 Views, 6 En
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. arXiv:2010.04592
     [2] Jiang, Ishwar, Aeron. Hard Negative Sampling via Regularized Optimal Transport. arXiv:2111.03169
-    [3] Wu, Wang, Zeng, Shi, Hu. Synthetic Data Can Also Teach. arXiv:2202.06464; equations of its first form,
-        Data-efficient Contrastive Learning by Differentiable Hard Sample and Hard Positive Pair Generation
+    [3] Wu, Wang, Zeng, Shi, Hu. Synthetic Data Can Also Teach. arXiv:2202.06464; equations of its first form
     [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. arXiv:2012.09740
     [5] Wang, Isola. Alignment and Uniformity. arXiv:2005.10242    [6] Chen et al. SimCLR. arXiv:2002.05709
     [7] Wu et al. Instance Discrimination. arXiv:1805.01978        [8] He et al. MoCo. arXiv:1911.05722
     [9] Brock et al. BigGAN. arXiv:1809.11096                     [10] Ho et al. CLAE. arXiv:2010.12050
-   [11] Gao et al. GradCache. arXiv:2101.06983
+   [11] Gao et al. GradCache. arXiv:2101.06983                   [12] Yeh et al. DCL. arXiv:2110.06848
 """
 import copy
 import math
@@ -67,12 +66,24 @@ def _readable(x):            # whether Python may read its values: not on the me
 # ---- 1. Weights: how much does each candidate count? logits (A, N) → log weights (A, N), −∞ where these are.
 # The weights of an anchor have mean 1 over its candidates; those of `top`, over the candidates it keeps.
 
+class _Unit(torch.autograd.Function):    # z and ‖x‖; a gradient by hand, (g − z (z·g)) / ‖x‖, saves memory
+    @staticmethod
+    def forward(x):
+        scale = torch.linalg.vector_norm(x, INF, -1, keepdim=True)
+        z = x / scale.masked_fill_(scale < torch.finfo(x.dtype).tiny, 1)     # its squares stay in range
+        norm = z.norm(dim=-1, keepdim=True)                  # at least 1, or 0 for a zero row
+        return z.div_(norm.masked_fill_(norm == 0, 1)), norm * scale
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*output)                       # outputs: so z has second derivatives
+    @staticmethod
+    def backward(ctx, grad, by_norm):
+        z, norm = ctx.saved_tensors
+        return torch.addcmul(grad, z, by_norm * norm - (grad * z).sum(-1, keepdim=True)).div_(norm)
+
 def unit(x):
     """Project rows (..., D) to the unit sphere, z = x / ‖x‖. A zero row and its gradient pass unchanged."""
-    scale = x.detach().abs().amax(-1, keepdim=True)          # numerics: keep squares from over- and underflow
-    x = x / scale.masked_fill(scale < torch.finfo(x.dtype).tiny, 1)
-    norm = x.norm(dim=-1, keepdim=True)                      # at least 1, or 0 for a zero row
-    return x / norm.masked_fill(norm == 0, 1)
+    return _Unit.apply(x)[0]
 
 def _upcast(x):              # to float32 at least: half-precision sums are too inaccurate
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -91,8 +102,7 @@ def _logsumexp_(x, dim, largest=None):
 
 def _log_count(x):
     """Compute the log of the number of entries above −∞ in every row, (A, 1); −∞ for none."""
-    count = (x > -INF).sum(-1, keepdim=True)
-    return count.to(torch.promote_types(x.dtype, torch.float32)).log().to(x.dtype)
+    return (x > -INF).sum(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)).log().to(x.dtype)
 
 def uniform(logits):
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
@@ -113,7 +123,6 @@ def _mean_one(scores):
 def hardest(logits):
     """Count the nearest candidate alone: w_ij = N where s_ij = max_k s_ik, 0 elsewhere; ties share N.
     The limit β → ∞ of `tilted`. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
-    logits = logits.detach()
     nearest = ~(logits < logits.amax(-1, keepdim=True)) & (logits != -INF)  # written so that NaN stays
     share = _log_count(logits) - _log_count(logits.masked_fill(~nearest, -INF))
     return torch.where(nearest, share, -INF)
@@ -137,10 +146,10 @@ def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
     "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ)"""
     return 1 - cosines if cost == "sqeuclidean" else torch.exp(2 - 2 * cosines - kappa)
 
-def _log_kernel(cosines, epsilon, cost, kappa):
-    """Compute −C/ε; the clamp is numerical: a high cost must not become a mask."""
+def _log_kernel(cosines, epsilon, cost, kappa):              # −C/ε, clamped: a high cost is no mask
     return (ground_cost(cosines, cost, kappa) / -epsilon).clamp_min(torch.finfo(cosines.dtype).min / 4)
 
+@torch.compiler.disable      # the number of steps depends on the data
 def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
     log_kernel = −C/ε (A, N), −∞ where i and j must not be coupled; or a function that returns its blocks of
@@ -191,7 +200,7 @@ def draw(log_w, k, replacement=False, generator=None):
     return torch.multinomial(shares, k, replacement, generator=generator)
 
 # ---- 2. Objectives: what is done with the weighted negatives? pos (A, M), neg, log w (A, N) → losses (A,).
-# nce and ppcl act on logits, simple and triplet on cosines. Where log w is −∞, neg does not count.
+# nce, ppcl and decoupled act on logits, simple and triplet on cosines. Where log w is −∞, neg does not count.
 
 def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     """Compute the log of the weighted sum of e^s over negatives, minus a correction for false negatives.
@@ -248,10 +257,16 @@ def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     mean = pos.masked_fill(pos == -INF, 0).sum(-1) / (pos > -INF).sum(-1)
     return nce(pos, neg, log_w, tau_plus, temperature, log_w_pos) + _logsumexp(pos) - mean
 
+def decoupled(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+    """Compute `nce` without positives in the denominator: debiased − log Σ_m e^{p_m}; 0 without negatives.
+    pos, neg are logits. Unlike in `nce`, an easy positive does not shrink the gradient. Ref: [12] Eq. 6"""
+    loss = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos) - _logsumexp(pos)
+    return loss.masked_fill(loss < torch.finfo(loss.dtype).min / 2, 0)                    # fully masked rows
+
 # ---- 3. The loss: a registry, one function, its module
 
 WEIGHTS = "uniform", "tilted", "hardest", "top", "transported"
-OBJECTIVES = "nce", "simple", "triplet", "ppcl"
+OBJECTIVES = {"nce": nce, "simple": simple, "triplet": triplet, "ppcl": ppcl, "decoupled": decoupled}
 PRESETS = {  # loss: (weights, objective, tau_plus)
     "simclr": ("uniform", "nce", 0.0),         # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", 0.1),       # [1] at β = 0
@@ -266,27 +281,33 @@ PRESETS = {  # loss: (weights, objective, tau_plus)
 
 def weigh(weights, logits, beta=1.0, alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=0.5,
           potential=None):
-    """Answer question 2 by a name of WEIGHTS: logits (A, N) → log weights (A, N)."""
+    """Answer question 2 by a name of WEIGHTS or a function: logits (A, N) → log weights (A, N)."""
     rules = {"uniform": lambda: uniform(logits), "tilted": lambda: tilted(logits, beta),
              "hardest": lambda: hardest(logits), "top": lambda: top(logits, alpha),
              "transported": lambda: transported(logits, epsilon, cost, kappa, temperature, potential)}
-    return rules[weights]()
+    return weights(logits) if callable(weights) else rules[weights]()
 
 def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None,
                      beta=1.0, alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0,
-                     negatives=None, own=None, labels=None, normalize=True, detach_weights=None,
-                     reduction="mean", block_size=None, group=None, return_stats=False):
+                     negatives=None, own=None, mask=None, labels=None, drop_above=None, normalize=True,
+                     detach_weights=None, reduction="mean", block_size=None, group=None, return_stats=False):
     """Compute any of the losses, on two or more views of a batch.
         s_ij = cos(z_i, z_j) / t         log w_ij = weights(s_i)_j         ℓ_i = objective(p_i, s_i, log w_i)
     views           (B, D) each; row i of each is a view of sample i. Each view is an anchor, in the order of
                     torch.cat(views); its sample's other views are its positives, the rest its candidates
     loss            a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
+    weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights (a, N)
+    objective       of OBJECTIVES, or a function: logits (a, M), (a, N) and log weights (a, N) → losses (a,)
     temperature     t > 0, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus, beta  τ⁺ in [0, 1), of nce and ppcl; β ≥ 0, of tilted, multiplies cos/t
     alpha, margin   of top: the share of nearest candidates kept, in (0, 1]; η ≥ 0 of triplet
     epsilon, cost, kappa   of transported: ε > 0 in the unit of the cost, "sqeuclidean" or "exp", κ of "exp"
-    negatives       (K, D): the candidates are these rows instead, the anchors the first view alone
+    negatives       (K, D): the candidates are these rows instead, the anchors the first view alone; or
+                    (B, K, D), rows for each anchor. For both those of the batch and given ones, pass (K, D):
+                    negatives=torch.cat([y, given.flatten(0, 1)]), own=torch.arange(B) for the views x, y
     own             (B,), with negatives: the row that is the sample's own, and so no candidate
+    mask            boolean (A, N), True where the candidate counts as a negative: for ragged negatives
+    drop_above      drop likely false negatives: cosines above the anchor's largest positive one plus this
     labels          (B,): samples that share a label are never each other's negatives; under ppcl they are
                     positives. With negatives: (B + K,), the last K for its rows; (B,) then has no effect
     normalize       project rows to the unit sphere first; if False, rows must already have unit norm
@@ -294,21 +315,20 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     reduction       "mean", "sum" or "none", one value for each anchor
     block_size      anchors in a block; it changes results by rounding alone. None: chosen; 0: all at once,
                     by plain autograd, which stores A·N numbers and can be differentiated twice
-    group           a torch.distributed process group: candidates are the views of every rank (`negatives`
-                    must be equal everywhere). All ranks call together, with views of one shape. "mean" and
-                    "sum" are those of one process, and so are gradients once the ranks average them
-    return_stats    also return a dict of 0-d tensors, of the first 2^20 pairs: `clamped`, the share of
-                    anchors whose debiasing meets its floor; `ess`, the effective number of negatives
-                    (Σw)²/Σw² as a share of N; `positive` and `negative`, the mean cosines
+    group           a torch.distributed process group: candidates are the views of every rank; `negatives`
+                    are as passed, see `gather`. All ranks call together, with views of one shape. "mean",
+                    "sum", and gradients averaged over the ranks, are those of one process
+    return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors at the floor
+                    of debiasing; `ess`, (Σw)²/Σw² as a share of N; `positive`, `negative`, mean cosines
     Takes any floating dtype; computes in float32 at least, with autocast off. Ignores options that weights
     and objective do not have. Raises ValueError that names the invalid argument.
     Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
     weights, objective, tau_plus, detach_weights = _resolve(
         loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
-        detach_weights, reduction, block_size)
-    _check_shapes(views, negatives, own, labels, group)
+        drop_above, detach_weights, reduction, block_size)
+    _check_shapes(views, negatives, own, mask, labels, group, weights)
     with torch.autocast(views[0].device.type, enabled=False):
-        pairs = _Pairs(views, negatives, own, labels, normalize, objective == "ppcl", group)
+        pairs = _Pairs(views, negatives, own, mask, labels, drop_above, normalize, objective == "ppcl", group)
         g, through_weights = None, torch.is_grad_enabled() and not detach_weights
         if weights == "transported":              # the coupling is of all anchors: it comes before the blocks
             with torch.set_grad_enabled(through_weights):
@@ -318,9 +338,9 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                 return weigh(weights, logits, beta, alpha, epsilon, cost, kappa, temperature=t, potential=g)
         def losses_of(rows, pos_cosines, cosines, t, g):               # of some anchors: (a, M), (a, N)
             # 1. Who could be a negative?
-            mask = pairs.exclude_(torch.zeros_like(cosines), rows)                       # (a, N), 0 or −∞
+            excluded = pairs.exclude_(torch.zeros_like(cosines), rows, pos_cosines, cosines) # (a, N), 0 or −∞
             # 2. How much does each one count?
-            log_w = weights_of(cosines / t + mask, t, g)                                 # (a, N)
+            log_w = weights_of(cosines / t + excluded, t, g)                                 # (a, N)
             # 3. What is done with them?
             return conclude(*pairs.with_labelled(pos_cosines, cosines, rows), cosines, log_w, t)     # (a,)
         def conclude(pos_cosines, pos_mask, cosines, log_w, t):
@@ -329,12 +349,14 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
             if objective == "triplet":
                 return triplet(pos_cosines, cosines, log_w, margin)
             pos, neg, log_w_pos = pos_cosines / t + pos_mask, cosines / t, None          # log_w masks neg
+            if callable(objective):
+                return objective(pos, neg, log_w)
             if tau_plus > 0 and pos.shape[1] > 1:
                 log_w_pos = weights_of(pos, t, 0.0)                    # weigh the positives by the same rule
-            return (nce if objective == "nce" else ppcl)(pos, neg, log_w, tau_plus, t, log_w_pos)
-        shortcut = None
-        if objective in ("nce", "ppcl") and not pairs.labelled:
-            shortcut = _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, temperature, g)
+            return OBJECTIVES[objective](pos, neg, log_w, tau_plus, t, log_w_pos)
+        shortcut, debiases = None, objective in ("nce", "ppcl", "decoupled")
+        if debiases and not pairs.labelled:
+            shortcut = _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, g)
         size = _block_size(pairs, shortcut) if block_size is None else block_size
         value = _evaluate(losses_of, conclude, shortcut, pairs, temperature, g, size, reduction)
         if group is not None and reduction != "none":                  # ranks will average gradients
@@ -342,23 +364,24 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
             distributed.all_reduce(total, group=group)
             value, total = (value, total / ranks) if reduction == "mean" else (ranks * value, total)
             value = value + (total - value).detach()
-        tau_used = tau_plus if objective in ("nce", "ppcl") else 0.0
-        stats = return_stats and _statistics(pairs, weights_of, temperature, g, tau_used, group)
+        stats = return_stats and _statistics(pairs, weights_of, temperature, g, tau_plus * debiases, group)
         if _readable(value) and not value.isfinite().all():
             _check_finite(views, negatives)
         return (value, stats) if return_stats else value
 
 class _Pairs:
-    """Identify anchors (A, D), positives (A, M, D) and candidates (N, D). An anchor excludes its own sample,
-    the columns `own` (A, any number), and candidates that share its label: positives if `labelled`."""
-    def __init__(self, views, negatives, own, labels, normalize, labels_are_positives, group):
+    """Identify anchors (A, D), positives (A, M, D) and candidates (N, D) or (A, N, D). Columns `own` (A, any
+    number) are of the anchor's sample, and those of its label are excluded, or positives if `labelled`."""
+    def __init__(self, views, negatives, own, mask, labels, drop_above, normalize, supervised, group):
         b, v, device = len(views[0]), len(views), views[0].device
         dtype = torch.float32
         for x in views if negatives is None else (*views, negatives):
             dtype = torch.promote_types(dtype, x.dtype)
         project = unit if normalize else torch.Tensor.contiguous
         z = project(torch.cat([x.to(dtype) for x in views]))                             # (V·B, D)
-        own, labels = (None if x is None else torch.as_tensor(x, device=device) for x in (own, labels))
+        own, mask, labels = (None if x is None else torch.as_tensor(x, device=device)
+                             for x in (own, mask, labels))
+        self.mask, self.drop_above = mask, drop_above
         self.label = self.other_label = None                                             # (A,) and (N,)
         if negatives is None:
             self.anchors, self.candidates = z, gather(z, group)
@@ -373,12 +396,18 @@ class _Pairs:
             self.own = z.new_empty(b, 0, dtype=torch.long) if own is None else own[:, None].long()
             if labels is not None and len(labels) > b:
                 self.label, self.other_label = labels[:b], labels[b:]
-        self.labelled = labels_are_positives and self.label is not None
+        self.labelled = supervised and self.label is not None
 
-    def exclude_(self, x, rows):
-        """Write −∞ into x (a, N) where the candidate is no negative of the anchor."""
-        x.scatter_(1, self.own[rows], -INF)
-        return x if self.label is None else x.masked_fill_(self.label[rows, None] == self.other_label, -INF)
+    def exclude_(self, x, rows, pos_cosines, cosines):
+        """Write −∞ into x (a, N) where the candidate is no negative of the anchor. x may be the cosines."""
+        if self.drop_above is not None:
+            pos_cosines, pos_mask = self.with_labelled(pos_cosines, cosines, rows)
+            x.masked_fill_(cosines > (pos_cosines + pos_mask).amax(1, keepdim=True) + self.drop_above, -INF)
+        if self.mask is not None:
+            x.masked_fill_(~self.mask[rows], -INF)
+        if self.label is not None:
+            x.masked_fill_(self.label[rows, None] == self.other_label, -INF)
+        return x.scatter_(1, self.own[rows], -INF)
 
     def with_labelled(self, pos_cosines, cosines, rows):
         """Add candidates that share the anchor's label to its positives: cosines and mask, (a, M + N)."""
@@ -390,20 +419,21 @@ class _Pairs:
 
 @torch.no_grad()
 def _statistics(pairs, weights_of, t, g, tau_plus, group):
-    rows = slice(0, max(1, 2**20 // len(pairs.candidates)))
-    pos_cosines, cosines = _cosines(pairs.anchors[rows], pairs.positives[rows], pairs.candidates)
-    mask = pairs.exclude_(torch.zeros_like(cosines), rows)                               # (a, N)
+    rows = slice(0, max(1, 2**20 // pairs.candidates.shape[-2]))
+    pos_cosines, cosines = (_dot(pairs.anchors[rows], x)
+                            for x in (pairs.positives[rows], _part(pairs.candidates, rows)))
+    mask = pairs.exclude_(torch.zeros_like(cosines), rows, pos_cosines, cosines)         # (a, N)
     pos_cosines, pos_mask = pairs.with_labelled(pos_cosines, cosines, rows)              # (a, M)
     log_w, pos = weights_of(cosines / t + mask, t, g), pos_cosines / t + pos_mask
     n, log_n = (mask == 0).sum(1), _logsumexp(log_w)                                     # (a,)
     effective = torch.exp(2 * log_n - _logsumexp(2 * log_w)) / n
     total = debiased(pos, cosines / t, log_w, tau_plus, t, weights_of(pos, t, 0.0))
     clamped = (total <= log_n - 1 / t) & (n > 0) & (tau_plus > 0)
-    stats = torch.stack([clamped.to(log_n).mean(), effective[n > 0].mean(), pos_cosines[pos_mask == 0].mean(),
-                         cosines[mask == 0].mean()])
+    parts = clamped.to(log_n), effective[n > 0], pos_cosines[pos_mask == 0], cosines[mask == 0]
+    sums = torch.stack([x.sum() for x in parts] + [x.new_full((), x.numel()) for x in parts])
     if group is not None:
-        distributed.all_reduce(stats.div_(distributed.get_world_size(group)), group=group)
-    return dict(zip(("clamped", "ess", "positive", "negative"), stats))
+        distributed.all_reduce(sums, group=group)
+    return dict(zip(("clamped", "ess", "positive", "negative"), sums[:4] / sums[4:]))
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
@@ -427,16 +457,18 @@ class ContrastiveLoss(nn.Module):
         return f"{self.options['loss']!r}, {shown}" + ", learned" * isinstance(self.temperature, nn.Parameter)
 
 def _resolve(loss, weights, objective, temperature, tau_plus, beta, alpha, epsilon, cost, kappa, margin,
-             detach_weights, reduction, block_size, negatives=None, own=None, labels=None, normalize=True,
-             group=None, return_stats=False):
-    """Check the options, and decide what is left open; the last six only pass by."""
+             drop_above, detach_weights, reduction, block_size, negatives=None, own=None, mask=None,
+             labels=None, normalize=True, group=None, return_stats=False):
+    """Check the options, and decide what is left open; the last seven only pass by."""
     _require(loss in PRESETS, "loss", repr(loss), f"one of {', '.join(PRESETS)}")
-    weights, objective = weights or PRESETS[loss][0], objective or PRESETS[loss][1]
-    tau_plus = PRESETS[loss][2] if tau_plus is None else tau_plus
+    weights, objective, tau_plus = (preset if given is None else given for given, preset in
+                                    zip((weights, objective, tau_plus), PRESETS[loss]))
     for name, value, allowed in (("weights", weights, WEIGHTS), ("objective", objective, OBJECTIVES),
                                  ("cost", cost, ("sqeuclidean", "exp")),
                                  ("reduction", reduction, ("mean", "sum", "none"))):
-        _require(value in allowed, name, repr(value), f"one of {', '.join(allowed)}")
+        free = name in ("weights", "objective")              # a function will do
+        _require(isinstance(value, str) and value in allowed or free and callable(value), name, repr(value),
+                 f"one of {', '.join(allowed)}" + " or a function" * free)
     if torch.is_tensor(temperature) and temperature.ndim == 0:
         temperature = float(temperature.detach()) if _readable(temperature) else 1.0
     for name, value, valid, allowed in (("temperature", temperature, lambda x: 0 < x < INF, "above 0"),
@@ -445,31 +477,45 @@ def _resolve(loss, weights, objective, temperature, tau_plus, beta, alpha, epsil
                                         ("alpha", alpha, lambda x: 0 < x <= 1, "in (0, 1]"),
                                         ("epsilon", epsilon, lambda x: 0 < x < INF, "above 0"),
                                         ("kappa", kappa, lambda x: -INF < x < INF, "that is finite"),
-                                        ("margin", margin, lambda x: 0 <= x < INF, "of at least 0")):
+                                        ("margin", margin, lambda x: 0 <= x < INF, "of at least 0"),
+                                        ("drop_above", 0 if drop_above is None else drop_above,
+                                         lambda x: -INF < x < INF, "that is finite"),
+                                        ("block_size", block_size or 0, lambda x: x >= 0 and x % 1 == 0,
+                                         "of anchors, or None")):
         _require(isinstance(value, numbers.Real) and valid(value), name, repr(value), f"a number {allowed}")
-    valid = block_size is None or isinstance(block_size, int) and block_size >= 0
-    _require(valid, "block_size", repr(block_size), "None, 0 or a number of anchors")
     return weights, objective, tau_plus, detach_weights or detach_weights is None and weights == "transported"
 
-def _check_shapes(views, negatives, own, labels, group):
-    """Check that views, negatives, own and labels fit together."""
+def _check_shapes(views, negatives, own, mask, labels, group, weights):
+    """Check that views, negatives, own, mask and labels fit together."""
     shapes = [tuple(x.shape) if torch.is_tensor(x) and x.is_floating_point() else str(type(x)) for x in views]
     _require(len(views) >= 2 and len(set(shapes)) == 1 and len(shapes[0]) == 2 and shapes[0][1] > 0, "views",
              shapes, "at least two floating tensors (B, D) of one shape, each an argument of its own")
-    (b, d), k = shapes[0], 0 if negatives is None else len(negatives)
-    enough = b >= 2 or b == 1 and not (negatives is None and group is None)
-    _require(enough, "views", shapes, "of 2 samples or more: one has no negative")
-    _require(negatives is None or torch.is_tensor(negatives) and negatives.is_floating_point() and k > 0
-             and negatives.shape == (k, d), "negatives", f"{type(negatives).__name__} "
-             f"{tuple(getattr(negatives, 'shape', ()))}", f"a floating tensor (K, {d}) of at least 1 row")
+    batched = torch._C._are_functorch_transforms_active() and any("BatchedTensor" in repr(x) for x in views)
+    _require(not batched, "views", "batched by vmap", "plain tensors: call the loss once for each batch")
+    (b, d), given = shapes[0], negatives is not None
+    _require(b >= 2 or b == 1 and (given or group is not None), "views", shapes,
+             "of 2 samples or more: one has no negative")
+    a, n = b * len(views), b * len(views) * (1 if group is None else distributed.get_world_size(group))
+    if given:
+        valid = torch.is_tensor(negatives) and negatives.is_floating_point() and 0 not in negatives.shape
+        shape = tuple(getattr(negatives, "shape", ()))
+        _require(valid and len(shape) in (2, 3) and shape in ((shape[0], d), (b, shape[1], d)), "negatives",
+                 f"{type(negatives).__name__} {shape}", f"a floating tensor (K, {d}) or ({b}, K, {d})")
+        a, n = b, shape[-2]
+        _require(len(shape) == 2 or weights != "transported", "weights", repr(weights), "another rule with "
+                 "negatives (B, K, D): as anchors share no candidate, their only coupling is uniform")
     if own is not None:
         own = torch.as_tensor(own)
-        whole = own.shape == (b,) and not own.is_floating_point() and own.dtype != torch.bool and k > 0
-        _require(whole and (not _readable(own) or bool(((own >= 0) & (own < k)).all())), "own",
-                 f"{own.dtype} {tuple(own.shape)}", f"with negatives, ({b},) whole numbers in [0, {k})")
+        whole = own.shape == (b,) and not own.is_floating_point() and own.dtype != torch.bool and given
+        _require(whole and (not _readable(own) or bool(((own >= 0) & (own < n)).all())), "own",
+                 f"{own.dtype} {tuple(own.shape)}", f"with negatives, ({b},) whole numbers in [0, K)")
+    if mask is not None:
+        mask = torch.as_tensor(mask)
+        _require(mask.dtype == torch.bool and mask.shape == (a, n), "mask",
+                 f"{mask.dtype} {tuple(mask.shape)}", f"boolean ({a}, {n}): of each anchor and candidate")
     shape = None if labels is None else tuple(torch.as_tensor(labels).shape)
-    _require(shape in (None, (b,), (b + k,)), "labels", f"of shape {shape}",
-             f"({b},), or with negatives also ({b} + K,), one for each sample and one for each negative")
+    _require(shape in (None, (b,)) or given and negatives.ndim == 2 and shape == (b + n,), "labels",
+             f"of shape {shape}", f"({b},), or with negatives (K, D) also ({b} + K,)")
 
 class _NotFinite(ValueError):
     """Embeddings with NaN or inf; a training loop tells them from other errors."""
@@ -498,8 +544,10 @@ def lead_in(progress, alpha, until=0.5):
 def _evaluate(losses_of, conclude, shortcut, pairs, t, g, size, reduction):
     """Compute the losses of all anchors, (A,), or their mean or sum."""
     def block(rows, anchors, positives, candidates, t, g):
-        return losses_of(rows, *_cosines(anchors[rows], positives[rows], candidates), t, g)
+        pos_cosines, cosines = (_dot(anchors[rows], x) for x in (positives[rows], _part(candidates, rows)))
+        return losses_of(rows, pos_cosines, cosines, t, g)
     tensors = pairs.anchors, pairs.positives, pairs.candidates, t, g
+    size = 0 if torch._C._are_functorch_transforms_active() else size       # torch.func needs plain autograd
     blocks = _slices(len(pairs.anchors), size)
     if not torch.is_grad_enabled():
         tensors = [x.detach() if torch.is_tensor(x) else x for x in tensors]
@@ -514,7 +562,7 @@ def _evaluate(losses_of, conclude, shortcut, pairs, t, g, size, reduction):
 
 def _block_size(pairs, shortcut):
     """Choose the anchors in a block, to stay in a CPU's cache or keep a GPU busy; 0: all at once."""
-    n = len(pairs.candidates)
+    n = pairs.candidates.shape[-2]
     if torch.compiler.is_compiling() or shortcut is None and len(pairs.anchors) * n <= 2**19:
         return 0                                             # plain autograd is faster for small batches
     return max(128 if shortcut else 64, 2**(20 if pairs.anchors.device.type == "cpu" else 25) // n)
@@ -522,39 +570,51 @@ def _block_size(pairs, shortcut):
 def _slices(n, size):
     return [slice(start, start + size) for start in range(0, n, size)] if size else [slice(None)]
 
-def _cosines(anchors, positives, candidates, out=None):    # (a, D), (a, M, D), (N, D) → (a, M), (a, N)
-    return (anchors[:, None] * positives).sum(-1), torch.mm(anchors, candidates.T, out=out)
+def _part(candidates, rows):          # the candidates of some anchors: (N, D), or of each its own, (a, N, D)
+    return candidates if candidates.ndim == 2 else candidates[rows]
+
+def _dot(anchors, rows, out=None):    # (a, D) with (N, D) or (a, N, D) → (a, N)
+    if rows.ndim == 2:
+        return torch.mm(anchors, rows.T, out=out)
+    return torch.bmm(rows, anchors[:, :, None], out=None if out is None else out[:, :, None])[:, :, 0]
+
+def _to_anchors(by_dot, rows):        # its gradient in the anchors, (a, D)
+    return by_dot @ rows if rows.ndim == 2 else torch.bmm(by_dot[:, None], rows)[:, 0]
 
 class _InBlocks(torch.autograd.Function):
     """Compute weight · Σ_i ℓ_i together with its gradient, and store nothing of a block's size."""
     @staticmethod
     def forward(ctx, losses_of, conclude, shortcut, exclude_, blocks, weight, *tensors):
         anchors, positives, candidates, t, g = (x.detach() if torch.is_tensor(x) else x for x in tensors)
-        wanted, ctx.weight, value = ctx.needs_input_grad[6:], weight, 0.0
-        slopes = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted)]
+        wanted, ctx.weight, value, shared = ctx.needs_input_grad[6:], weight, 0.0, candidates.ndim == 2
+        slopes = [None if not want else torch.empty_like(x) if x.ndim == 3 else torch.zeros_like(x)
+                  for x, want in zip(tensors, wanted)]       # rows for each anchor are written, others summed
         # preallocated: allocating per block costs more than the arithmetic
-        matrices = anchors.new_empty(2, len(anchors[blocks[0]]), len(candidates))
+        matrices = anchors.new_empty(2, len(anchors[blocks[0]]), candidates.shape[-2])
         for rows in blocks:
-            block = anchors[rows]                                                        # (a, D)
+            block, some = anchors[rows], _part(candidates, rows)         # (a, D), (N, D) or (a, N, D)
             cosines, scratch = matrices[:, :len(block)]                                  # (a, N)
-            pos_cosines, _ = _cosines(block, positives[rows], candidates, out=cosines)   # (a, M)
+            pos_cosines, _ = _dot(block, positives[rows]), _dot(block, some, out=cosines)        # (a, M)
             if shortcut is None:
                 total, by_pos, by_cosines, by_t, by_g = _differentiate(
                     lambda *leaves: losses_of(rows, *leaves), pos_cosines, cosines, t, g)
             else:
-                mean, log_n = _merge_(exclude_(cosines, rows), scratch, t, **shortcut)   # (a,) each
+                exclude_(cosines, rows, pos_cosines, cosines)
+                mean, log_n = _merge_(cosines, scratch, t, g, **shortcut)                # (a,) each
                 total, by_pos, by_mean, by_t = _differentiate(
                     lambda pos, mean, t: conclude(pos, 0.0, (t * mean)[:, None], log_n[:, None], t),
                     pos_cosines, mean, t)                                                # it divides by t
                 by_cosines = cosines.mul_((by_mean / t)[:, None])                        # (a, N)
             value = value + total
-            by_anchor = by_cosines @ candidates if wanted[0] or wanted[3] else None      # (a, D)
+            by_anchor = _to_anchors(by_cosines, some) if wanted[0] or wanted[3] else None        # (a, D)
             if wanted[0]:
-                slopes[0][rows] = by_anchor + (by_pos[:, :, None] * positives[rows]).sum(1)
+                slopes[0][rows] = by_anchor + _to_anchors(by_pos, positives[rows])
             if wanted[1]:
-                slopes[1][rows] = by_pos[:, :, None] * block[:, None]                    # (a, M, D)
-            if wanted[2]:
+                torch.mul(by_pos[:, :, None], block[:, None], out=slopes[1][rows])       # (a, M, D)
+            if wanted[2] and shared:
                 slopes[2].addmm_(by_cosines.T, block)                                    # (N, D)
+            elif wanted[2]:
+                torch.mul(by_cosines[:, :, None], block[:, None], out=slopes[2][rows])   # (a, N, D)
             if wanted[3]:                    # `mean` is a function of cos/t: t ∂/∂t = −Σ_j cos_j ∂/∂cos_j
                 slopes[3] += by_t if shortcut is None else by_t - (by_anchor * block).sum() / t
             if wanted[4]:
@@ -565,7 +625,8 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx, grad):
         if torch.is_grad_enabled():
             raise RuntimeError("to differentiate this loss twice, give it block_size=0")
-        return *[None] * 6, *(None if x is None else x * (ctx.weight * grad) for x in ctx.saved_tensors)
+        grad = ctx.weight * grad
+        return *[None] * 6, *(None if x is None else x * grad for x in ctx.saved_tensors)
 
 def _differentiate(function, *leaves):
     """Return the sum of function(*leaves), and its gradient in every leaf; None for one that is a number."""
@@ -576,16 +637,16 @@ def _differentiate(function, *leaves):
     slopes = iter(torch.autograd.grad(total, tensors, materialize_grads=True))
     return total.detach(), *(next(slopes) if torch.is_tensor(x) else None for x in leaves)
 
-def _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, t, g):
+def _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, g):
     """Write weights as exponentials, w_ij ∝ e^{c s_ij + g_j}, of all candidates or the nearest α; or None."""
     plain = weights in ("uniform", "tilted", "top") or weights == "transported" and cost == "sqeuclidean"
     if not plain or g is not None and not detach_weights:
         return None
-    c = {"tilted": beta, "transported": (t.detach() if torch.is_tensor(t) else t) / epsilon}.get(weights, 0.0)
-    c = 0.0 if weights == "tilted" and beta < 1e-30 else c   # β = 0: avoid 0 · (−∞) = NaN
-    return {"c": c, "alpha": alpha if weights == "top" else 1.0, "g": g, "detached": detach_weights}
+    c = beta if weights == "tilted" and beta > 1e-30 else 0.0                    # β = 0: avoid 0 · (−∞) = NaN
+    alpha = alpha if weights == "top" else 1.0
+    return {"c": c, "epsilon": epsilon, "alpha": alpha, "detached": detach_weights}
 
-def _merge_(cosines, scratch, t, c, alpha, g, detached):
+def _merge_(cosines, scratch, t, g, c, epsilon, alpha, detached):
     """Merge the candidates of each anchor into one: the log of the weighted mean of e^s, and log n, (a,).
         mean_i = LSE_j((1 + c) s_ij + g_j) − LSE_j(c s_ij + g_j),     ∂mean_i/∂s_ij = p_ij + c (p_ij − q_ij)
     p, q are the shares of the two sums; the gradient is p alone if the weights are detached. It takes the
@@ -595,7 +656,8 @@ def _merge_(cosines, scratch, t, c, alpha, g, detached):
     log_n = torch.ne(cosines, -INF, out=scratch).sum(-1).log().clamp_min(torch.finfo(cosines.dtype).min)
     nearest = cosines.amax(-1, keepdim=True)                 # numerics: subtract the row maximum first
     cosines.sub_(nearest.masked_fill_(nearest == -INF, 0))
-    if isinstance(c, float) and c == 0:                      # a tensor c is t/ε, above 0
+    c = c if g is None else t / epsilon                      # a potential: transported weights
+    if g is None and c == 0:
         mean = _logsumexp_(cosines.mul_(1 / t), -1) - log_n
     else:
         p, q = torch.mul(cosines, (1 + c) / t, out=scratch), cosines.mul_(c / t)
@@ -609,15 +671,15 @@ def _merge_(cosines, scratch, t, c, alpha, g, detached):
 def _potential(pairs, group, epsilon, cost, kappa):
     """Compute the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
     everyone = copy.copy(pairs)
-    for name in ("anchors", "own", "label"):
+    for name in ("anchors", "positives", "own", "mask", "label"):
         setattr(everyone, name, gather(getattr(pairs, name), group))
     a, n = len(everyone.anchors), len(everyone.candidates)
     def blocks():
         for rows in _slices(a, max(1, 2**20 // n)):
-            cosines = everyone.anchors[rows] @ everyone.candidates.T                     # (a, N)
-            yield everyone.exclude_(_log_kernel(cosines, epsilon, cost, kappa), rows)
-    stored = torch.is_grad_enabled() or a * n <= 2**24       # autograd stores it anyway; 64 MB are affordable
-    kernel = list(blocks()) if stored else None
+            pos_cosines, cosines = (_dot(everyone.anchors[rows], x)                      # (a, M), (a, N)
+                                    for x in (everyone.positives[rows], everyone.candidates))
+            yield everyone.exclude_(_log_kernel(cosines, epsilon, cost, kappa), rows, pos_cosines, cosines)
+    kernel = list(blocks()) if torch.is_grad_enabled() or a * n <= 2**24 else None       # at most 64 MB
     return sinkhorn(lambda: kernel or blocks())[1]
 
 class _Gather(torch.autograd.Function):
@@ -634,7 +696,9 @@ class _Gather(torch.autograd.Function):
         return grad.chunk(ctx.ranks)[ctx.rank], None
 
 def gather(x, group):
-    """Concatenate the rows of every rank, in the order of the ranks; the gradient is summed over all."""
+    """Concatenate the rows of every rank, in the order of the ranks; the gradient is summed over all.
+    With negatives=gather(y, group), own=rank * len(y) + torch.arange(len(y)), a rank's rows y are candidates
+    everywhere; the mean over ranks of their gradients is that of one process. Without a group: x itself."""
     return x if group is None or x is None else _Gather.apply(x.contiguous(), group)
 
 # ---- 5. Views: random crops, flips and colours of a whole batch, on the images' device, with a gradient
@@ -725,11 +789,8 @@ class Encoder(nn.Module):
 class MemoryBank(nn.Module):
     """Remember one unit row for every training image: row_i ← m row_i + (1 − m) z_i, back on the unit sphere.
     rows: the first ones (K, D), such as the untrained encoder's embeddings; random rows would be noise.
-    momentum: m in [0, 1). The buffer `rows` has no gradient. Use, without a second projection of the bank:
-        z = unit(encoder(view))                              # of an Encoder: encoder(view)[1]
-        loss = criterion(z, bank.rows[index], negatives=bank.rows, own=index, normalize=False)
-        loss.backward(); optimizer.step(); bank.update(index, z)
-    As a queue of the last K embeddings: negatives=queue.rows, then queue.push(keys). Ref: [4] 5.1; [8]"""
+    momentum: m in [0, 1). The buffer `rows` has no gradient. `Bank.step` and `Queue.step` show its use, as a
+    bank with `update`, as a queue of the last K embeddings with `push`. Ref: [4] 5.1; [8]"""
     def __init__(self, rows, momentum=0.5):
         super().__init__()
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")

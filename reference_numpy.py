@@ -481,7 +481,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     labels       (B,), then rows of `negatives` share none, or (B + K,), the last K for the rows of (K, D)
     drop_above   drops candidates whose cosine exceeds the anchor's largest positive cosine by more than this
     weights      a name or a function: logits (A, N) → log weights (A, N)
-    objective    a name or a function: positive cosines (A, M), cosines (A, N), log weights → losses (A,)
+    objective    a name or a function: logits (A, M), (A, N) and log weights (A, N) → losses (A,)
     `detach_weights` holds log w and log w⁺ constant; None: for `transported` alone. `return_stats` adds the
     dict of `statistics`. Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8, 9; [3] Eq. 8; [4] Eq. 1, 3, 9"""
     weights = PRESETS[loss][0] if weights is None else weights
@@ -508,7 +508,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
 
     # 3. What is done with them?
     if callable(objective):
-        losses = objective(np.array(pos_cosines), np.array(cosines), log_w)
+        losses = objective(pos, neg, log_w)
     elif objective == "simple":
         losses = simple(pos_cosines, cosines, log_w)
     elif objective == "triplet":

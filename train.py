@@ -57,7 +57,7 @@ def arguments(argv=None):
     add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", metavar="NAME", help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
-        "folder: one folder of images per class, or train/ and test/ that hold such folders")
+        "folder: one folder of images per class, train/ and test/ that hold such folders, or images alone")
     add("--root", default="data", metavar="DIR", help="where torchvision's sets are, or are downloaded to")
     add("--fraction", **real, default=1.0, help="share of each class to train on, in (0, 1]")
     add("--workers", **whole, help="processes that read a folder during training; None: read it once")
@@ -148,7 +148,8 @@ def run(args):
         args.batch_size, args.lr, args.weight_decay, schedules, args.micro_batch, group=group, seed=args.seed)
     print(criterion, f"on {training.ranks} processes" if group else "")
     for name, schedule in schedules.items():
-        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the run")
+        part = "first half of the run" if name == "alpha" else "run"
+        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the {part}")
     if criterion.objective in ("nce", "ppcl") and criterion.weights != "top":
         n, views = len(images.train), 2 * -(-len(images.train) // training.batches)
         n = {"bank": n - 1, "queue": args.queue_size, "diffhard": 2 * views - 2}.get(args.method, views - 2)
@@ -201,8 +202,9 @@ def read(args, size):
     print(f"reading {args.data} …", flush=True)
     images = load(args.data, args.root, size, args.fraction, workers=args.workers).to(args.device)
     size = images.train.shape[-1]
+    classes = f"{len(images.classes)} classes" if images.classes else "no classes: no accuracies"
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-          f"{len(images.classes)} classes, {size} × {size} pixels, on {args.device}", flush=True)
+          f"{classes}, {size} × {size} pixels, on {args.device}", flush=True)
     return images
 
 
@@ -218,7 +220,8 @@ def make_method(args, criterion, encoder, images):
     train, size = images.train, images.train.shape[-1]
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
     momentum = args.momentum if args.momentum is not None else 0.5 if args.method == "bank" else 0.99
-    require(args.method == "simclr" or not args.true_positives, "true_positives", "on", "off, but for simclr")
+    require(args.method == "simclr" and images.classes or not args.true_positives, "true_positives", "on",
+            "off, but for simclr on images with classes")
     partners = (train, images.train_labels) if args.true_positives else None
     game = lambda: hardneg.Game(
         size, args.width, args.latent, args.pairs, args.ascent, momentum, args.pretrain, args.every,
@@ -298,7 +301,7 @@ class Images(NamedTuple):
     train_labels: torch.Tensor  # (n,), −1 where there is no label
     test: torch.Tensor          # (m, 3, H, W) uint8, or Files
     test_labels: torch.Tensor   # (m,)
-    classes: list
+    classes: list               # of names, empty for images without labels
 
     def to(self, device):
         """Return the same images on another device."""
@@ -309,8 +312,9 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
 
     A folder holds one folder of images per class (every fifth image is for the test), or train/ and test/ (or
-    val/) of this kind. size: side in pixels; None: their own, in a folder at most 96. fraction: share of each
-    class to train on, in (0, 1]. workers: processes that read a folder in training; None: read it once."""
+    val/) of this kind. One without folders of classes holds images without labels, at any depth. size: side
+    in pixels; None: their own, in a folder at most 96. fraction: share of each class to train on, in (0, 1].
+    workers: processes that read a folder in training; None: read it once."""
     require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
     if data not in ("shapes", *TORCHVISION):
         return from_folder(Path(data), size, fraction, seed, workers)
@@ -411,16 +415,16 @@ def from_folder(folder, size, fraction, seed, workers):
     parts, classes, sets = [], None, []
     for source in sources if (folder / "train").is_dir() else [folder]:
         names = sorted(path.name for path in source.iterdir() if path.is_dir() and path.name[0] != ".")
-        classes = classes or names
-        require(len(names) >= 2 and names == classes, "data", source,
-                f"a folder with the folders of at least 2 classes, the same in train/ and test/, not {names}")
+        names = names if len(names) > 1 else []  # one folder is no choice of classes
+        classes = names if classes is None else classes
+        require(names == classes, "data", source, f"a folder of train/'s classes, {classes}, not {names}")
         parts.append([datasets.folder.make_dataset(source, {name: k}, datasets.folder.IMG_EXTENSIONS)
-                      for k, name in enumerate(names)])
+                      for k, name in enumerate(names)] or [unlabelled(source)])
     if len(parts) == 1:  # no test set: hold out every fifth image of each class
         parts.append([samples[4::5] for samples in parts[0]])
         parts[0] = [[s for k, s in enumerate(samples) if k % 5 < 4] for samples in parts[0]]
     train, test = (sum(part, []) for part in parts)  # [(path, label)]
-    keep = spread(torch.tensor([label for _, label in train]), fraction, seed)
+    keep = spread(torch.tensor([label for _, label in train]), fraction, seed) if train else []
     for samples in ([train[k] for k in keep], test):
         require(len(samples) >= 2, "data", folder, "a folder of at least 2 images to train on, and 2 to test")
         paths, labels = [path for path, _ in samples], torch.tensor([label for _, label in samples])
@@ -428,6 +432,13 @@ def from_folder(folder, size, fraction, seed, workers):
         images = Files(paths, size, workers)
         sets += [images, labels] if workers is not None else images.read(labels)
     return Images(*sets, classes)
+
+
+def unlabelled(folder):
+    """List the images at any depth of a folder, but not in hidden folders → [(path, −1)]."""
+    paths = [path for path in sorted(folder.rglob("*"))
+             if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    return [(str(path), -1) for path in paths if path.suffix.lower() in datasets.folder.IMG_EXTENSIONS]
 
 
 def read_image(path, size):
@@ -498,27 +509,33 @@ READOUT = 100_000  # the most training images of a readout: their features must 
 
 def evaluate(encoder, images):
     """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
-    labelled = (images.train_labels >= 0).nonzero()[:, 0]
+    labelled = (images.train_labels >= (0 if images.classes else -1)).nonzero()[:, 0]
     share = min(1, READOUT / max(1, len(labelled)))
     some = labelled[spread(images.train_labels[labelled].cpu(), share, 0).to(labelled.device)]
     pool = torch.nn.AdaptiveAvgPool2d(min(32, images.test.shape[-1]))
     pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
     (train, _), (test, z) = (hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
                              for x in (images.train[some], images.test))
-    sets = train, images.train_labels[some], test, images.test_labels
-    return {"linear": hardneg.linear_readout(*sets), "knn": hardneg.knn_accuracy(*sets),
-            "uniformity": float(hardneg.uniformity(z)),
-            "tolerance": float(hardneg.tolerance(z, images.test_labels))}
+    sets, figures = (train, images.train_labels[some], test, images.test_labels), {}
+    if images.classes:
+        figures = {"linear": hardneg.linear_readout(*sets), "knn": hardneg.knn_accuracy(*sets),
+                   "tolerance": float(hardneg.tolerance(z, images.test_labels))}
+    return {**dict.fromkeys(("linear", "knn", "tolerance"), math.nan), **figures,
+            "uniformity": float(hardneg.uniformity(z))}
 
 
 def report(path, rows, facts):
     """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
-    print(f"\n{'':18}{'linear %':>10}{'kNN %':>10}{'uniformity':>12}{'tolerance':>12}")
+    columns = {"linear": ("linear %", 10, 1), "knn": ("kNN %", 10, 1), "uniformity": ("uniformity", 12, 2),
+               "tolerance": ("tolerance", 12, 2)}  # heading, width, digits
+    shown = {name: c for name, c in columns.items() if not math.isnan(rows["trained"][name])}
+    print(f"\n{'':18}" + "".join(f"{heading:>{width}}" for heading, width, _ in shown.values()))
     for name, row in rows.items():
-        name = "raw pixels" if name == "raw" else f"{name} encoder"
-        print("{:18}{linear:10.1f}{knn:10.1f}{uniformity:12.2f}{tolerance:12.2f}".format(name, **row))
-    trained = {name: None if math.isnan(v) else round(v, 4) for name, v in rows["trained"].items()}
-    others = {name: {k: round(rows[name][k], 2) for k in ("linear", "knn")} for name in ("untrained", "raw")}
+        cells = "".join(f"{row[k]:{width}.{digits}f}" for k, (_, width, digits) in shown.items())
+        print(f"{'raw pixels' if name == 'raw' else f'{name} encoder':18}{cells}")
+    number = lambda value, digits: None if math.isnan(value) else round(value, digits)
+    trained = {name: number(v, 4) for name, v in rows["trained"].items()}
+    others = {name: {k: number(rows[name][k], 2) for k in ("linear", "knn")} for name in ("untrained", "raw")}
     versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, torchvision)}
     path.write_text(json.dumps({**facts, **trained, **others, "versions": versions}, indent=2) + "\n")
     print(f"saved in {path}")
@@ -590,11 +607,12 @@ def draw_pictures(args, training, images, rows):
     draw_separation(out, *map(embed, views))
     draw_gradient(args, losses)
     draw_weights(args, losses, z["trained"][:512])
-    draw_neighbours(out, z, labels)
     draw_nearest(out, z["trained"], labels, test)
-    draw_uniformity(out, rows)
-    draw_histograms(out, z, labels)
-    print(f"{', '.join(PICTURES)} are in {out}/")
+    if images.classes:
+        draw_neighbours(out, z, labels)
+        draw_uniformity(out, rows)
+        draw_histograms(out, z, labels)
+    print(f"{', '.join(name for name in PICTURES if (out / name).exists())} are in {out}/")
 
 
 def draw_separation(out, one, other):
@@ -661,12 +679,15 @@ def draw_neighbours(out, z, labels):
 def draw_nearest(out, z, labels, test, rows=8, columns=8):
     """Draw an image of each class and its nearest test images. Ref: [2] Fig. 2"""
     anchors = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()[:rows]])
+    anchors = anchors if len(anchors) > 1 else torch.arange(min(rows, len(z)), device=z.device)  # no classes
     shown = (z[anchors] @ z.T).topk(min(columns + 1, len(z))).indices  # the image itself comes first
     same = labels[shown] == labels[anchors, None]
     faded = 0.7 + 0.3 * test[shown] / 255
     sheet = torch.where(same[..., None, None, None], test[shown] / 255, faded).flatten(0, 1)
     title = f"{same[:, 1:].sum()} of these {same[:, 1:].numel()} neighbours are of the image's class"
     caption = "Left, a test image of each class, then those nearest to it. Pale ones are of another class."
+    if len(labels.unique()) == 1:
+        title, caption = "The neighbours of some test images", "Left, a test image, then those nearest to it."
     draw(out / "nearest.png", title, caption,
          {"": torchvision.utils.make_grid(sheet, shown.shape[1], pad_value=1.0)})
 
