@@ -255,7 +255,8 @@ class TestOracle:
         close(hardneg.weigh(weights, torch.tensor(logits), **options), want, 1e-10)
     @pytest.mark.parametrize("loss", PRESETS)
     @given(**BATCHES, k=st.sampled_from([0, 3]), labelled=st.booleans(), temperature=st.floats(0.1, 2),
-           tau_plus=st.sampled_from([None, 0.0, 0.3]), block_size=BLOCK_SIZES)
+           tau_plus=st.sampled_from([None, 0.0, 0.3]), block_size=BLOCK_SIZES,
+           objective=st.sampled_from([None, "decoupled"]))
     def test_statistics(self, loss, seed, v, b, d, k, labelled, block_size, **options):
         options["loss"] = loss
         if labelled and loss != "ot":
@@ -2336,6 +2337,30 @@ class TestCommandLine:
         assert results["uniformity"] < 0 and not (tmp_path / "run" / "neighbours.png").exists()
         with pytest.raises(ValueError, match="^true_positives is"):
             train.run(train.arguments(["--data", str(tmp_path / "images"), "--true-positives"]))
+
+    def test_compare(self, tmp_path, small_shapes, capsys):
+        """Runs are those of train.py alone; finished ones are kept, and a difference needs two errors."""
+        words = ["--epochs", "1", "--batch-size", "20", "--out", str(tmp_path / "all")]
+        train.main(["--compare", "simclr", "hcl", "--seeds", "2", *words])
+        table, files = capsys.readouterr().out, sorted((tmp_path / "all").glob("*-?/results.json"))
+        assert "| `hcl` |" in table and "hold" in table and (tmp_path / "all" / "compare.png").exists()
+        assert [path.parent.name for path in files] == ["hcl-0", "hcl-1", "simclr-0", "simclr-1"]
+        train.main(["--loss", "hcl", "--seed", "1", *words[:4], "--out", str(tmp_path / "one")])
+        assert numbers_of(files[1]) == numbers_of(tmp_path / "one" / "results.json")
+        times = [path.stat().st_mtime_ns for path in files]
+        train.main(["--compare", "simclr", "hcl", "--seeds", "2", *words])
+        assert [path.stat().st_mtime_ns for path in files] == times and table.split("|")[-2] in capsys.readouterr().out
+        quit_with(["--compare", "simclr", "hcl", *words[2:], "--epochs", "2"], capsys)
+
+    def test_differences_that_hold(self):
+        found = {name: [{"linear": v} for v in values] for name, values in
+                 {"a": (10.0, 20.0, 30.0), "b": (12.0, 22.0, 32.5), "c": (9.0, 23.0, 30.5)}.items()}
+        gap, error = train.difference(found["b"], found["a"])
+        close(gap, np.mean([2, 2, 2.5]), 1e-12)
+        close(error, np.std([2, 2, 2.5], ddof=1) / 3**0.5, 1e-12)
+        held, open_ = train.verdict(found).split("; within")
+        assert "b − a 2.2 ± 0.2 holds" in held and "b − c" in open_ and "c − a" in open_
+        assert train.verdict({"a": found["a"][:1]}).startswith("No difference")
 
     def test_defaults(self):
         args = train.arguments(["--alpha", "--beta", "2", "--no-lead-in"])

@@ -4,9 +4,12 @@ Prints how well raw pixels, the untrained and the trained encoder tell the class
 curves.png and checkpoint.pt. Sections: arguments, main and run, images, evaluation and results, pictures.
 """
 import argparse
+import contextlib
+import io
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -26,7 +29,7 @@ BICUBIC = T.InterpolationMode.BICUBIC
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 TEMPERATURES = dict.fromkeys(hardneg.PRESETS, 0.1) | {"hcl": 0.3}  # if none is given
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
-NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers")  # change no number
+NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers", "compare", "seeds")
 FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
 PICTURES = [f"{name}.png" for name in
             "separation gradient weights neighbours nearest uniformity histograms".split()]
@@ -81,6 +84,9 @@ def arguments(argv=None):
     add("--out", type=Path, metavar="DIR", help="output folder; None: runs/DATA-METHOD-LOSS-SEED")
     add("--pictures", **no, help="also draw what the encoder has learned")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
+    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="train with each of these losses, "
+        "the other options alike, and say which differences hold")
+    add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
     add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
     add = parser.add_argument_group("diffhard [3]").add_argument
     add("--pairs", **yes, help="two images of a latent, by G and its slow copy, are positives; no: G+Hard")
@@ -94,14 +100,15 @@ def arguments(argv=None):
 
     args = parser.parse_args(argv)
     game = args.method == "diffhard"
-    args.loss = args.loss or ("ppcl" if game else "hcl")
+    args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
     if game and args.pairs and args.objective is None and hardneg.PRESETS[args.loss][1] == "nce":
         args.objective = "ppcl"  # nce knows no generated pairs
     if args.temperature is None:
         args.temperature = 0.3 if game else TEMPERATURES[args.loss]
     if args.out is None:
         variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
-        args.out = Path("runs", f"{Path(args.data).name}-{args.method}{variant}-{args.loss}-{args.seed}")
+        last = "compare" if args.compare else f"{args.loss}-{args.seed}"
+        args.out = Path("runs", f"{Path(args.data).name}-{args.method}{variant}-{last}")
     return args
 
 
@@ -114,9 +121,14 @@ def require(fine, name, got, allowed):
 # ---- Main and run ------------------------------------------------------------------------------------------
 def main(argv=None):
     """Run the command; an error in options, data or disk ends it with one line and exit code 1."""
+    argv = sys.argv[1:] if argv is None else argv
     args = arguments(argv)
     try:
-        run(args) if args.evaluate is None else transfer(args)
+        if args.compare:
+            rows = {loss: ["--loss", loss] for loss in args.compare}
+            compare(rows, argv, range(args.seed, args.seed + args.seeds), args.out)
+        else:
+            run(args) if args.evaluate is None else transfer(args)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
@@ -125,14 +137,15 @@ def main(argv=None):
         sys.exit(f"train.py: {error}")
 
 
-def run(args):
-    """Train an encoder as the options say, measure it and save the results."""
+def run(args, images=None, known=None, bar=None):
+    """Train an encoder as the options say, measure it and save the results. For one of several runs: its images,
+    the rows of raw pixels and of untrained encoders that are known, and a progress bar."""
     group, rank = join(args)
     names = (*WEIGHT_OPTIONS, "weights", "objective", "tau_plus", "margin")
     criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in names})
     if rank > 0:
         torch.distributed.barrier()  # the first process downloads, then the others find the files
-    images = read(args, args.size)
+    images = images or read(args, args.size)
     if group and rank == 0:
         torch.distributed.barrier()
     encoder = untrained(args.encoder, images, args.seed)
@@ -166,13 +179,16 @@ def run(args):
     require(os.access(args.out, os.W_OK), "--out", args.out, "a folder that can be written to")
     if state is None:
         print("measuring the raw pixels and the untrained encoder …", flush=True)
+        known, own = {} if known is None else known, (args.encoder, args.seed)
+        known["raw"] = known.get("raw") or evaluate(None, images)
+        known[own] = known.get(own) or evaluate(encoder, images)
         state = {"history": [], "seconds": 0.0, "size": images.train.shape[-1],
-                 "before": {"raw": evaluate(None, images), "untrained": evaluate(encoder, images)}}
+                 "before": {"raw": known["raw"], "untrained": known[own]}}
         for name in ("checkpoint.pt", "results.json", "evaluate-*", "curves.png", "pairs-*", *PICTURES):
             for path in list(args.out.glob(name)):
                 print(f"removing {path}, of an earlier run")
                 path.unlink()
-    learn(args, training, state, same)
+    learn(args, training, state, same, bar)
     rows = {**state["before"], "trained": evaluate(encoder, images)}
     draw_curves(args.out / "curves.png", state["history"])
     report(args.out / "results.json", rows, {
@@ -256,11 +272,14 @@ def read_checkpoint(folder, device):
         raise ValueError(f"no checkpoint in {folder} can be read ({error}); try --no-resume") from error
 
 
-def learn(args, training, state, same):
+def learn(args, training, state, same, bar=None):
     """Train to the end with a progress bar; after each epoch save all that is needed to continue."""
     path, n, pretrain = args.out / "checkpoint.pt", len(training.images), training.method.pretrain
     epoch, seen, start = training.epoch, [], time.perf_counter()
-    with tqdm(total=n * (pretrain + training.epochs), initial=n * (pretrain + epoch), unit=" images") as bar:
+    total, done = n * (pretrain + training.epochs), n * (pretrain + epoch)
+    if bar is not None:
+        bar.update(done)
+    with tqdm(total=total, initial=done, unit=" images") if bar is None else contextlib.nullcontext(bar) as bar:
         for progress in training:
             seen.append(progress)
             if bar.update(progress["images"]) and "loss" in progress:  # sometimes: it waits for the device
@@ -277,6 +296,80 @@ def learn(args, training, state, same):
             torch.save({**state, "args": same, "training": training.state_dict()}, path.with_suffix(".tmp"))
             os.replace(path.with_suffix(".tmp"), path)  # a kill leaves the old file or the new one, whole
             seen, start = [], time.perf_counter()
+
+
+def compare(rows, argv, seeds, out):
+    """Train with the options of each row, {name: options}, and each seed; print, draw and save the comparison.
+    argv are the options of all. A run that has its results in out is not repeated; a stopped one goes on."""
+    plan = {(name, seed): arguments([*argv, *options, "--seed", str(seed), "--out", str(out / f"{name}-{seed}")])
+            for seed in seeds for name, options in rows.items()}
+    first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
+    images = read(first, first.size)
+    epochs = [args.epochs or hardneg.RECIPES[args.recipe]["epochs"] for args in plan.values()]
+    epochs = [n + args.pretrain * (args.method == "diffhard") for n, args in zip(epochs, plan.values())]
+    with tqdm(total=len(images.train) * sum(epochs), unit=" images") as bar:
+        for n, ((name, _), args) in zip(epochs, plan.items()):
+            bar.set_description(args.out.name)
+            if not (args.out / "results.json").exists():
+                with contextlib.redirect_stdout(io.StringIO()):
+                    run(args, images, known, bar)
+            else:
+                bar.update(len(images.train) * n)
+            results = json.loads((args.out / "results.json").read_text())
+            wanted = json.loads(json.dumps(vars(args), default=str))
+            other = [f"--{k.replace('_', '-')} {v}" for k, v in results["options"].items()
+                     if k not in NOT_OF_THE_RUN and v != wanted.get(k)]
+            require(not other, "--out", out, f"another folder: {args.out} has a run with {', '.join(other)}")
+            found[name].append(results)
+    (out / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, and a folder a run")
+    draw_comparison(out / "compare.png", found)
+
+
+def spread(values, digits=1):
+    """Write mean ± standard deviation; the mean alone for one value."""
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def table_of(found):
+    """Write a Markdown table of {name: results of each seed}, the best first, mean ± standard deviation."""
+    key = "linear" if next(iter(found.values()))[0]["linear"] is not None else "uniformity"
+    figures = [name for name in ("linear", "knn", "uniformity", "tolerance")
+               if next(iter(found.values()))[0][name] is not None]
+    rows = [(f"`{name}`", some) for name, some in sorted(
+        found.items(), key=lambda item: -statistics.mean(r[key] for r in item[1]))]
+    lines = [f"| | {' | '.join(f'{name} %' if name in ('linear', 'knn') else name for name in figures)} |",
+             "|---" * (len(figures) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(spread([r[f] for r in some], 1 if f in ("linear", "knn") else 2)
+                                          for f in figures) + " |" for name, some in rows]
+    for name, label in (("untrained", "untrained encoder"), ("raw", "raw pixels")):
+        cells = [spread([r[name][f] for r in rows[0][1]]) if f in ("linear", "knn") and name == "untrained" else
+                 f"{rows[0][1][0][name][f]:.1f}" if f in ("linear", "knn") else "" for f in figures]
+        lines += [f"| {label} | {' | '.join(cells)} |"] if key == "linear" else []
+    return "\n".join(lines)
+
+
+def difference(one, other, figure="linear"):
+    """Return the mean difference of two lists of results, paired by seed, and its standard error."""
+    gaps = [a[figure] - b[figure] for a, b in zip(one, other)]
+    return statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
+
+
+def verdict(found):
+    """Say which differences of linear accuracy exceed twice their standard error."""
+    some = {name: results for name, results in found.items() if results[0]["linear"] is not None}
+    order = sorted(some, key=lambda name: -statistics.mean(r["linear"] for r in some[name]))
+    if not order or len(some[order[0]]) < 2:
+        return "No difference can be judged: that takes labels and two seeds or more."
+    held, open_ = [], []
+    for k, name in enumerate(order):
+        for other in order[k + 1:]:
+            gap, error = difference(some[name], some[other])
+            (held if gap > 2 * error else open_).append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
+    n = len(some[order[0]])
+    return (f"Over {n} seeds, paired, ± standard error: " + ", ".join(held or ["no difference"]) + " hold"
+            + "s" * (len(held) < 2) + (f"; within twice the error: {', '.join(open_)}" if open_ else "") + ".")
 
 
 def transfer(args):
@@ -324,11 +417,11 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
         images = Images(*sets, list(OUTLINES))
     else:
         images = from_torchvision(data, root, size)
-    keep = spread(images.train_labels, fraction, seed)
+    keep = share(images.train_labels, fraction, seed)
     return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
 
 
-def spread(labels, fraction, seed):
+def share(labels, fraction, seed):
     """Draw a share of each class, at least one image of it → indices, ascending."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     classes = [order[labels[order] == c] for c in labels.unique()]
@@ -424,7 +517,7 @@ def from_folder(folder, size, fraction, seed, workers):
         parts.append([samples[4::5] for samples in parts[0]])
         parts[0] = [[s for k, s in enumerate(samples) if k % 5 < 4] for samples in parts[0]]
     train, test = (sum(part, []) for part in parts)  # [(path, label)]
-    keep = spread(torch.tensor([label for _, label in train]), fraction, seed) if train else []
+    keep = share(torch.tensor([label for _, label in train]), fraction, seed) if train else []
     for samples in ([train[k] for k in keep], test):
         require(len(samples) >= 2, "data", folder, "a folder of at least 2 images to train on, and 2 to test")
         paths, labels = [path for path, _ in samples], torch.tensor([label for _, label in samples])
@@ -510,8 +603,8 @@ READOUT = 100_000  # the most training images of a readout: their features must 
 def evaluate(encoder, images):
     """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
     labelled = (images.train_labels >= (0 if images.classes else -1)).nonzero()[:, 0]
-    share = min(1, READOUT / max(1, len(labelled)))
-    some = labelled[spread(images.train_labels[labelled].cpu(), share, 0).to(labelled.device)]
+    fraction = min(1, READOUT / max(1, len(labelled)))
+    some = labelled[share(images.train_labels[labelled].cpu(), fraction, 0).to(labelled.device)]
     pool = torch.nn.AdaptiveAvgPool2d(min(32, images.test.shape[-1]))
     pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
     (train, _), (test, z) = (hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
@@ -574,6 +667,24 @@ def draw_curves(path, history):
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
     caption = "As the encoder learns, views of one image (positive) and of others (negative) part."
     draw(path, title, caption, panels, xlabel="epoch")
+
+
+def draw_comparison(path, found):
+    """Draw the linear accuracy of each row, with a point for each seed."""
+    if next(iter(found.values()))[0]["linear"] is None:
+        return
+    order = sorted(found, key=lambda name: -statistics.mean(r["linear"] for r in found[name]))
+    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.5 * len(order)), layout="constrained")
+    for place, name in enumerate(order[::-1]):
+        values = [r["linear"] for r in found[name]]
+        axis.barh(place, statistics.mean(values), color="C0", alpha=0.6)
+        axis.plot(values, [place] * len(values), "k.", ms=5)
+    axis.axvline(statistics.mean(r["untrained"]["linear"] for r in found[order[0]]), color="k", ls=":")
+    axis.set(yticks=range(len(order)), yticklabels=order[::-1], xlabel="linear readout, % of test images")
+    figure.suptitle(f"{order[0]} reaches {spread([r['linear'] for r in found[order[0]]])} %", fontweight="bold")
+    figure.supxlabel("Points are seeds, bars their mean; the dotted line is the untrained encoder.", fontsize=10)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def draw_pairs(args, training, n=42):
