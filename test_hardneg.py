@@ -2449,7 +2449,10 @@ class TestCommandLine:
             assert f"{name}.png" in said and (tmp_path / f"{name}.png").stat().st_size > 10000
         for name in ("evaluate-other.json", "mine.png"):
             (tmp_path / name).touch()
-        run_train(*command, "--seed", "1")  # the first run is finished: this one takes its place
+        kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        assert "--overwrite" in quit_with([*command, "--seed", "1"], capsys)  # the first run is finished
+        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
+        run_train(*command, "--seed", "1", "--overwrite")
         assert "resumed" not in capsys.readouterr().out
         assert {path.name for path in tmp_path.iterdir()} == files | {"mine.png"}
         (tmp_path / "results.json").unlink()

@@ -29,7 +29,8 @@ BICUBIC = T.InterpolationMode.BICUBIC
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 TEMPERATURES = dict.fromkeys(hardneg.PRESETS, 0.1) | {"hcl": 0.3}  # if none is given
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
-NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers", "compare", "seeds")
+NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers", "compare", "seeds",
+                  "overwrite")
 FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
 PICTURES = [f"{name}.png" for name in
             "separation gradient weights neighbours nearest uniformity histograms".split()]
@@ -84,6 +85,7 @@ def arguments(argv=None):
     add("--out", type=Path, metavar="DIR", help="output folder; None: runs/DATA-METHOD-LOSS-SEED")
     add("--pictures", **no, help="also draw what the encoder has learned")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
+    add("--overwrite", **no, help="replace a finished run in DIR")
     add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="train with each of these losses, "
         "the other options alike, and say which differences hold")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
@@ -141,6 +143,8 @@ def run(args, images=None, known=None, bar=None):
     """Train an encoder as the options say, measure it and save the results. For one of several runs: its images,
     the rows of raw pixels and of untrained encoders that are known, and a progress bar."""
     group, rank = join(args)
+    finished = (args.out / "results.json").exists() and not args.overwrite and args.resume is None
+    require(not finished, "--out", args.out, "another folder, as this run is finished; --overwrite replaces it")
     names = (*WEIGHT_OPTIONS, "weights", "objective", "tau_plus", "margin")
     criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in names})
     if rank > 0:
@@ -254,7 +258,7 @@ def make_method(args, criterion, encoder, images):
 def restore(args, training, same):
     """Bring the training to the last saved epoch → the state of the run; None if the run begins anew."""
     stopped = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
-    if args.resume is False or args.resume is None and not stopped:
+    if args.overwrite or args.resume is False or args.resume is None and not stopped:
         return None
     state = read_checkpoint(args.out, args.device)
     other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same.get(k)]
