@@ -5,10 +5,13 @@ curves.png and checkpoint.pt. Sections: arguments, main and run, images, evaluat
 """
 import argparse
 import contextlib
+import difflib
 import io
+import itertools
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
@@ -36,10 +39,23 @@ PICTURES = [f"{name}.png" for name in
             "separation gradient weights neighbours nearest uniformity histograms".split()]
 
 
+class Parser(argparse.ArgumentParser):
+    """Say a mistake in one line, with the nearest word that would work, and end with exit code 2."""
+    def error(self, message):
+        if found := re.search(r"choice: '(\S*)' \(choose from (.*)\)|unrecognized arguments: (\S+)", message):
+            choice, choices, flag = found.groups()
+            flags = [word for action in self._actions for word in action.option_strings]
+            words = re.findall(r"[\w-]+", choices) if choices else flags
+            near = difflib.get_close_matches(choice or flag, words, 1, 0.5)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"train.py: {message}\n")
+
+
 def arguments(argv=None):
     """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = Parser(
+        description=__doc__.split("\n")[0], allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
     yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
@@ -86,8 +102,8 @@ def arguments(argv=None):
     add("--pictures", **no, help="also draw what the encoder has learned")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
     add("--overwrite", **no, help="replace a finished run in DIR")
-    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="train with each of these losses, "
-        "the other options alike, and say which differences hold")
+    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS,
+        help="train with each of these losses, other options alike, and say which differences hold")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
     add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
     add = parser.add_argument_group("diffhard [3]").add_argument
@@ -140,11 +156,12 @@ def main(argv=None):
 
 
 def run(args, images=None, known=None, bar=None):
-    """Train an encoder as the options say, measure it and save the results. For one of several runs: its images,
-    the rows of raw pixels and of untrained encoders that are known, and a progress bar."""
+    """Train an encoder as the options say, measure it and save the results.
+
+    One of several runs is given its images, the known rows of raw pixels and untrained encoders, a bar."""
     group, rank = join(args)
     finished = (args.out / "results.json").exists() and not args.overwrite and args.resume is None
-    require(not finished, "--out", args.out, "another folder, as this run is finished; --overwrite replaces it")
+    require(not finished, "--out", args.out, "another folder: this run is finished; --overwrite replaces it")
     names = (*WEIGHT_OPTIONS, "weights", "objective", "tau_plus", "margin")
     criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in names})
     if rank > 0:
@@ -280,10 +297,10 @@ def learn(args, training, state, same, bar=None):
     """Train to the end with a progress bar; after each epoch save all that is needed to continue."""
     path, n, pretrain = args.out / "checkpoint.pt", len(training.images), training.method.pretrain
     epoch, seen, start = training.epoch, [], time.perf_counter()
-    total, done = n * (pretrain + training.epochs), n * (pretrain + epoch)
-    if bar is not None:
-        bar.update(done)
-    with tqdm(total=total, initial=done, unit=" images") if bar is None else contextlib.nullcontext(bar) as bar:
+    total, own = n * (pretrain + training.epochs), bar is None
+    with tqdm(total=total, unit=" images") if own else contextlib.nullcontext(bar) as bar:
+        bar.update(n * (pretrain + epoch))
+        bar.unpause()  # what was done before says nothing of the speed
         for progress in training:
             seen.append(progress)
             if bar.update(progress["images"]) and "loss" in progress:  # sometimes: it waits for the device
@@ -303,22 +320,23 @@ def learn(args, training, state, same, bar=None):
 
 
 def compare(rows, argv, seeds, out):
-    """Train with the options of each row, {name: options}, and each seed; print, draw and save the comparison.
-    argv are the options of all. A run that has its results in out is not repeated; a stopped one goes on."""
-    plan = {(name, seed): arguments([*argv, *options, "--seed", str(seed), "--out", str(out / f"{name}-{seed}")])
+    """Train with the options of each row, {name: options}, and each seed; print, draw and save the results.
+
+    argv: options of all. A run that has its results in out is not repeated; a stopped one goes on."""
+    plan = {(name, seed): arguments([*argv, *options, "--seed", f"{seed}", "--out", f"{out / name}-{seed}"])
             for seed in seeds for name, options in rows.items()}
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
     images = read(first, first.size)
-    epochs = [args.epochs or hardneg.RECIPES[args.recipe]["epochs"] for args in plan.values()]
-    epochs = [n + args.pretrain * (args.method == "diffhard") for n, args in zip(epochs, plan.values())]
+    epochs = [(args.epochs or hardneg.RECIPES[args.recipe]["epochs"])
+              + args.pretrain * (args.method == "diffhard") for args in plan.values()]
     with tqdm(total=len(images.train) * sum(epochs), unit=" images") as bar:
         for n, ((name, _), args) in zip(epochs, plan.items()):
             bar.set_description(args.out.name)
-            if not (args.out / "results.json").exists():
+            if (args.out / "results.json").exists():
+                bar.update(len(images.train) * n)
+            else:
                 with contextlib.redirect_stdout(io.StringIO()):
                     run(args, images, known, bar)
-            else:
-                bar.update(len(images.train) * n)
             results = json.loads((args.out / "results.json").read_text())
             wanted = json.loads(json.dumps(vars(args), default=str))
             other = [f"--{k.replace('_', '-')} {v}" for k, v in results["options"].items()
@@ -326,8 +344,8 @@ def compare(rows, argv, seeds, out):
             require(not other, "--out", out, f"another folder: {args.out} has a run with {', '.join(other)}")
             found[name].append(results)
     (out / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, and a folder a run")
     draw_comparison(out / "compare.png", found)
+    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, all runs")
 
 
 def spread(values, digits=1):
@@ -336,22 +354,22 @@ def spread(values, digits=1):
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
+def by_accuracy(found):
+    """Sort the names of {name: results of each seed}, the best first."""
+    return sorted(found, key=lambda name: -statistics.mean(r["linear"] or 0 for r in found[name]))
+
+
 def table_of(found):
-    """Write a Markdown table of {name: results of each seed}, the best first, mean ± standard deviation."""
-    key = "linear" if next(iter(found.values()))[0]["linear"] is not None else "uniformity"
-    figures = [name for name in ("linear", "knn", "uniformity", "tolerance")
-               if next(iter(found.values()))[0][name] is not None]
-    rows = [(f"`{name}`", some) for name, some in sorted(
-        found.items(), key=lambda item: -statistics.mean(r[key] for r in item[1]))]
-    lines = [f"| | {' | '.join(f'{name} %' if name in ('linear', 'knn') else name for name in figures)} |",
-             "|---" * (len(figures) + 1) + "|"]
-    lines += [f"| {name} | " + " | ".join(spread([r[f] for r in some], 1 if f in ("linear", "knn") else 2)
-                                          for f in figures) + " |" for name, some in rows]
-    for name, label in (("untrained", "untrained encoder"), ("raw", "raw pixels")):
-        cells = [spread([r[name][f] for r in rows[0][1]]) if f in ("linear", "knn") and name == "untrained" else
-                 f"{rows[0][1][0][name][f]:.1f}" if f in ("linear", "knn") else "" for f in figures]
-        lines += [f"| {label} | {' | '.join(cells)} |"] if key == "linear" else []
-    return "\n".join(lines)
+    """Write {name: results of each seed} as a Markdown table of means ± standard deviations."""
+    some = next(iter(found.values()))
+    shown = {figure: digits for figure, (_, _, digits) in COLUMNS.items() if some[0][figure] is not None}
+    rows = {f"`{name}`": found[name] for name in by_accuracy(found)}
+    if "linear" in shown:
+        rows |= {"untrained encoder": [r["untrained"] for r in some], "raw pixels": [some[0]["raw"]]}
+    lines = [["", *(COLUMNS[figure][0] for figure in shown)], ["---"] * (len(shown) + 1)]
+    lines += [[name, *(spread([r[figure] for r in results], digits) if figure in results[0] else ""
+                       for figure, digits in shown.items())] for name, results in rows.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def difference(one, other, figure="linear"):
@@ -362,18 +380,16 @@ def difference(one, other, figure="linear"):
 
 def verdict(found):
     """Say which differences of linear accuracy exceed twice their standard error."""
-    some = {name: results for name, results in found.items() if results[0]["linear"] is not None}
-    order = sorted(some, key=lambda name: -statistics.mean(r["linear"] for r in some[name]))
-    if not order or len(some[order[0]]) < 2:
-        return "No difference can be judged: that takes labels and two seeds or more."
-    held, open_ = [], []
-    for k, name in enumerate(order):
-        for other in order[k + 1:]:
-            gap, error = difference(some[name], some[other])
-            (held if gap > 2 * error else open_).append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
-    n = len(some[order[0]])
-    return (f"Over {n} seeds, paired, ± standard error: " + ", ".join(held or ["no difference"]) + " hold"
-            + "s" * (len(held) < 2) + (f"; within twice the error: {', '.join(open_)}" if open_ else "") + ".")
+    order = by_accuracy(found)
+    n = len(found[order[0]])
+    if n < 2 or found[order[0]][0]["linear"] is None:
+        return "No difference can be judged: that takes labels and at least two seeds."
+    held, others = [], []
+    for name, other in itertools.combinations(order, 2):
+        gap, error = difference(found[name], found[other])
+        (held if gap > 2 * error else others).append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
+    return (f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
+            f"{', '.join(held) or 'none'}. They do not: {', '.join(others) or 'none'}.")
 
 
 def transfer(args):
@@ -601,6 +617,8 @@ class Files(torch.utils.data.Dataset):
 
 
 # ---- Evaluation and results --------------------------------------------------------------------------------
+COLUMNS = {"linear": ("linear %", 10, 1), "knn": ("kNN %", 10, 1), "uniformity": ("uniformity", 12, 2),
+           "tolerance": ("tolerance", 12, 2)}  # heading, width, digits
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 
 
@@ -623,9 +641,7 @@ def evaluate(encoder, images):
 
 def report(path, rows, facts):
     """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
-    columns = {"linear": ("linear %", 10, 1), "knn": ("kNN %", 10, 1), "uniformity": ("uniformity", 12, 2),
-               "tolerance": ("tolerance", 12, 2)}  # heading, width, digits
-    shown = {name: c for name, c in columns.items() if not math.isnan(rows["trained"][name])}
+    shown = {name: c for name, c in COLUMNS.items() if not math.isnan(rows["trained"][name])}
     print(f"\n{'':18}" + "".join(f"{heading:>{width}}" for heading, width, _ in shown.values()))
     for name, row in rows.items():
         cells = "".join(f"{row[k]:{width}.{digits}f}" for k, (_, width, digits) in shown.items())
@@ -677,16 +693,16 @@ def draw_comparison(path, found):
     """Draw the linear accuracy of each row, with a point for each seed."""
     if next(iter(found.values()))[0]["linear"] is None:
         return
-    order = sorted(found, key=lambda name: -statistics.mean(r["linear"] for r in found[name]))
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.5 * len(order)), layout="constrained")
-    for place, name in enumerate(order[::-1]):
+    order = by_accuracy(found)[::-1]
+    figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(order)), layout="constrained")
+    for place, name in enumerate(order):
         values = [r["linear"] for r in found[name]]
         axis.barh(place, statistics.mean(values), color="C0", alpha=0.6)
         axis.plot(values, [place] * len(values), "k.", ms=5)
     axis.axvline(statistics.mean(r["untrained"]["linear"] for r in found[order[0]]), color="k", ls=":")
-    axis.set(yticks=range(len(order)), yticklabels=order[::-1], xlabel="linear readout, % of test images")
-    figure.suptitle(f"{order[0]} reaches {spread([r['linear'] for r in found[order[0]]])} %", fontweight="bold")
-    figure.supxlabel("Points are seeds, bars their mean; the dotted line is the untrained encoder.", fontsize=10)
+    axis.set(yticks=range(len(order)), yticklabels=order, xlabel="linear readout, % of test images")
+    figure.suptitle(f"{order[-1]} reaches {spread([r['linear'] for r in found[order[-1]]])} %", weight="bold")
+    figure.supxlabel("Bars are means, points seeds, the dotted line the untrained encoder.", fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
