@@ -128,11 +128,10 @@ def hardest(logits):
     return torch.where(nearest, share, -INF)
 
 def top(logits, alpha=0.1):
-    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
+    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below. Ref: [4] Eq. 8, 9
     alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own candidates, at
-    least the first; ties with it stay. For the k nearest, take alpha = k / N. The weights have mean α, not 1:
-    dropped weight is not redistributed. Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1.
-    Cost: a selection, about as long as one product. Ref: [4] Eq. 8, 9"""
+    least the first; ties with it stay. For the k nearest, take alpha = k / N. Dropped weight is not
+    redistributed: the mean is α. Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1."""
     return uniform(logits).masked_fill(logits < _threshold(logits.detach(), alpha), -INF)
 
 def _threshold(x, alpha):
@@ -213,7 +212,7 @@ def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     total = _logsumexp(neg + log_w)
     if tau_plus == 0:
         return total
-    log_n = _logsumexp(log_w).detach()
+    log_n = _logsumexp(log_w)
     log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
     mean = _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos) if pos.shape[1] > 1 else pos[:, 0]
     correction = log_n + math.log(tau_plus) + mean
@@ -285,7 +284,7 @@ def weigh(weights, logits, beta=1.0, alpha=0.1, epsilon=0.3, cost="sqeuclidean",
     rules = {"uniform": lambda: uniform(logits), "tilted": lambda: tilted(logits, beta),
              "hardest": lambda: hardest(logits), "top": lambda: top(logits, alpha),
              "transported": lambda: transported(logits, epsilon, cost, kappa, temperature, potential)}
-    return weights(logits) if callable(weights) else rules[weights]()
+    return weights(logits).masked_fill(logits == -INF, -INF) if callable(weights) else rules[weights]()
 
 def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None,
                      beta=1.0, alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0,
@@ -297,24 +296,24 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                     torch.cat(views); its sample's other views are its positives, the rest its candidates
     loss            a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
     weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights (a, N)
-    objective       of OBJECTIVES, or a function: logits (a, M), (a, N) and log weights (a, N) → losses (a,)
+    objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → losses (a,)
     temperature     t > 0, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus, beta  τ⁺ in [0, 1), of nce and ppcl; β ≥ 0, of tilted, multiplies cos/t
+    tau_plus, beta  τ⁺ in [0, 1), of nce, ppcl, decoupled, not of functions; β ≥ 0, of tilted: times cos/t
     alpha, margin   of top: the share of nearest candidates kept, in (0, 1]; η ≥ 0 of triplet
     epsilon, cost, kappa   of transported: ε > 0 in the unit of the cost, "sqeuclidean" or "exp", κ of "exp"
     negatives       (K, D): the candidates are these rows instead, the anchors the first view alone; or
                     (B, K, D), rows for each anchor. For both those of the batch and given ones, pass (K, D):
                     negatives=torch.cat([y, given.flatten(0, 1)]), own=torch.arange(B) for the views x, y
     own             (B,), with negatives: the row that is the sample's own, and so no candidate
-    mask            boolean (A, N), True where the candidate counts as a negative: for ragged negatives
+    mask            boolean (A, N), True where a candidate may be a negative: for ragged or filtered ones
     drop_above      drop likely false negatives: cosines above the anchor's largest positive one plus this
     labels          (B,): samples that share a label are never each other's negatives; under ppcl they are
                     positives. With negatives: (B + K,), the last K for its rows; (B,) then has no effect
     normalize       project rows to the unit sphere first; if False, rows must already have unit norm
     detach_weights  no gradient through the weights; None: as the authors' code, True for transported alone
     reduction       "mean", "sum" or "none", one value for each anchor
-    block_size      anchors in a block; it changes results by rounding alone. None: chosen; 0: all at once,
-                    by plain autograd, which stores A·N numbers and can be differentiated twice
+    block_size      anchors in a block; it changes results by rounding alone. None: chosen; 0, and in compiled
+                    code and torch.func: all at once, by autograd: A·N numbers, but differentiable twice
     group           a torch.distributed process group: candidates are the views of every rank; `negatives`
                     are as passed, see `gather`. All ranks call together, with views of one shape. "mean",
                     "sum", and gradients averaged over the ranks, are those of one process
@@ -329,6 +328,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     _check_shapes(views, negatives, own, mask, labels, group, weights)
     with torch.autocast(views[0].device.type, enabled=False):
         pairs = _Pairs(views, negatives, own, mask, labels, drop_above, normalize, objective == "ppcl", group)
+        if torch.is_tensor(temperature):          # as the embeddings: 16 bits are too few for its gradient
+            temperature = temperature.to(pairs.anchors)
         g, through_weights = None, torch.is_grad_enabled() and not detach_weights
         if weights == "transported":              # the coupling is of all anchors: it comes before the blocks
             with torch.set_grad_enabled(through_weights):
@@ -350,7 +351,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
                 return triplet(pos_cosines, cosines, log_w, margin)
             pos, neg, log_w_pos = pos_cosines / t + pos_mask, cosines / t, None          # log_w masks neg
             if callable(objective):
-                return objective(pos, neg, log_w)
+                return objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
             if tau_plus > 0 and pos.shape[1] > 1:
                 log_w_pos = weights_of(pos, t, 0.0)                    # weigh the positives by the same rule
             return OBJECTIVES[objective](pos, neg, log_w, tau_plus, t, log_w_pos)
@@ -358,7 +359,8 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
         if debiases and not pairs.labelled:
             shortcut = _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, g)
         size = _block_size(pairs, shortcut) if block_size is None else block_size
-        value = _evaluate(losses_of, conclude, shortcut, pairs, temperature, g, size, reduction)
+        free = callable(weights) or callable(objective)
+        value = _evaluate(losses_of, conclude, shortcut, pairs, temperature, g, size, reduction, free)
         if group is not None and reduction != "none":                  # ranks will average gradients
             total, ranks = value.detach().clone(), distributed.get_world_size(group)
             distributed.all_reduce(total, group=group)
@@ -427,7 +429,8 @@ def _statistics(pairs, weights_of, t, g, tau_plus, group):
     log_w, pos = weights_of(cosines / t + mask, t, g), pos_cosines / t + pos_mask
     n, log_n = (mask == 0).sum(1), _logsumexp(log_w)                                     # (a,)
     effective = torch.exp(2 * log_n - _logsumexp(2 * log_w)) / n
-    total = debiased(pos, cosines / t, log_w, tau_plus, t, weights_of(pos, t, 0.0))
+    log_w_pos = weights_of(pos, t, 0.0) if tau_plus > 0 and pos.shape[1] > 1 else None   # (a, M)
+    total = debiased(pos, cosines / t, log_w, tau_plus, t, log_w_pos)
     clamped = (total <= log_n - 1 / t) & (n > 0) & (tau_plus > 0)
     parts = clamped.to(log_n), effective[n > 0], pos_cosines[pos_mask == 0], cosines[mask == 0]
     sums = torch.stack([x.sum() for x in parts] + [x.new_full((), x.numel()) for x in parts])
@@ -437,8 +440,7 @@ def _statistics(pairs, weights_of, t, g, tau_plus, group):
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
-    Options given to the call override those given here (a schedule's alpha, a bank's rows, labels). An
-    nn.Parameter as temperature is learned."""
+    Options of a call override those given here. An nn.Parameter as temperature is learned."""
     def __init__(self, loss="simclr", **options):
         super().__init__()
         self.given, self.options = options, {**contrastive_loss.__kwdefaults__, "loss": loss, **options}
@@ -517,8 +519,7 @@ def _check_shapes(views, negatives, own, mask, labels, group, weights):
     _require(shape in (None, (b,)) or given and negatives.ndim == 2 and shape == (b + n,), "labels",
              f"of shape {shape}", f"({b},), or with negatives (K, D) also ({b} + K,)")
 
-class _NotFinite(ValueError):
-    """Embeddings with NaN or inf; a training loop tells them from other errors."""
+class _NotFinite(ValueError): "Embeddings have NaN or inf: a training loop tells this from other errors."
 
 def _check_finite(views, negatives):
     for name, x in [(f"views[{i}]", x) for i, x in enumerate(views)] + [("negatives", negatives)]:
@@ -538,25 +539,24 @@ def lead_in(progress, alpha, until=0.5):
 # ---- 4. Blocks and ranks: the same numbers in linear memory, over processes. Skip it on a first reading.
 # The cosines of a large batch do not fit into memory, so the anchors are worked in blocks. A block's
 # cosines are one product; `losses_of` gives its losses; their gradient takes the place of the cosines, and
-# two more products carry it to the embeddings. The shortcut: nce and ppcl depend on negatives only through
+# two more products carry it to the embeddings. The shortcut: nce, ppcl, decoupled see negatives only through
 # Σ_j w_j e^{s_j} and Σ_j w_j, so for weights that are exponentials an anchor's candidates merge into one.
 
-def _evaluate(losses_of, conclude, shortcut, pairs, t, g, size, reduction):
-    """Compute the losses of all anchors, (A,), or their mean or sum."""
+def _evaluate(losses_of, conclude, shortcut, pairs, t, g, size, reduction, free):
+    """Compute the losses of all anchors, (A,), or their mean or sum; free: by functions of the caller."""
     def block(rows, anchors, positives, candidates, t, g):
         pos_cosines, cosines = (_dot(anchors[rows], x) for x in (positives[rows], _part(candidates, rows)))
         return losses_of(rows, pos_cosines, cosines, t, g)
     tensors = pairs.anchors, pairs.positives, pairs.candidates, t, g
     size = 0 if torch._C._are_functorch_transforms_active() else size       # torch.func needs plain autograd
     blocks = _slices(len(pairs.anchors), size)
-    if not torch.is_grad_enabled():
-        tensors = [x.detach() if torch.is_tensor(x) else x for x in tensors]
-    if size > 0 and reduction != "none":
+    stored = size == 0 or not torch.is_grad_enabled()
+    if not stored and reduction != "none" and not free:
         weight = 1 / len(pairs.anchors) if reduction == "mean" else 1.0
         return _InBlocks.apply(losses_of, conclude, shortcut, pairs.exclude_, blocks, weight, *tensors)
-    # "none": the weights of the losses are unknown until the backward pass, which computes each block again
-    losses = torch.cat([block(rows, *tensors) if size == 0 else
-                        checkpoint(block, rows, *tensors, use_reentrant=False, preserve_rng_state=False)
+    # "none" has no weights yet, and only autograd sees a function's parameters: compute the block again
+    losses = torch.cat([block(rows, *tensors) if stored else
+                        checkpoint(block, rows, *tensors, use_reentrant=False, preserve_rng_state=free)
                         for rows in blocks])
     return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
 
@@ -679,7 +679,7 @@ def _potential(pairs, group, epsilon, cost, kappa):
             pos_cosines, cosines = (_dot(everyone.anchors[rows], x)                      # (a, M), (a, N)
                                     for x in (everyone.positives[rows], everyone.candidates))
             yield everyone.exclude_(_log_kernel(cosines, epsilon, cost, kappa), rows, pos_cosines, cosines)
-    kernel = list(blocks()) if torch.is_grad_enabled() or a * n <= 2**24 else None       # at most 64 MB
+    kernel = list(blocks()) if torch.is_grad_enabled() or a * n <= 2**24 else None       # else again
     return sinkhorn(lambda: kernel or blocks())[1]
 
 class _Gather(torch.autograd.Function):
@@ -920,8 +920,7 @@ class Game(nn.Module):
     pretrain    epochs of G and D alone before the encoder begins
     every, batch_size  encoder's steps for each of the generator's; images of each kind in a step of D
     lr, ascent_lr   Adam's learning rates, of the hinge losses and of the ascent
-    Its state_dict holds G, G_ema, D and their optimizers. The numbers are for short runs on a CPU; the first
-    form of [3] prints none. Ref: [3] 3.1, 3.2"""
+    Its state_dict holds networks and optimizers. The numbers suit short runs on a CPU. Ref: [3] 3.1, 3.2"""
     def __init__(self, size=32, width=16, latent=64, pairs=True, ascent=True, momentum=0.99, pretrain=10,
                  every=4, batch_size=64, lr=4e-4, ascent_lr=1e-4):
         super().__init__()
@@ -1092,10 +1091,11 @@ class SimCLR(nn.Module):
 
 class Bank(SimCLR):
     """Contrast one view of each image with its row of a memory bank; all other rows are the candidates.
-    images: the training set, embedded for the first rows. Ref: [4] Eq. 1, with the bank for its g"""
+    images: the training set. Its embeddings less their mean are the first rows, as an untrained encoder maps
+    all images near one point. Ref: [4] Eq. 1, with the bank for its g"""
     def __init__(self, criterion, encoder, images, momentum=0.5, view_options=None):
         super().__init__(criterion, view_options)
-        self.bank = MemoryBank(embed(encoder, images)[1], momentum)
+        self.bank = MemoryBank((z := embed(encoder, images)[1]) - z.mean(0), momentum)
 
     def step(self, encoder, images, index, generator, group=None, **options):
         z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
