@@ -2400,7 +2400,11 @@ class TestCommandLine:
         args = train.arguments(["--alpha", "--beta", "2", "--no-lead-in"])
         assert (args.alpha, args.beta, args.lead_in, args.loss) == (0.1, 2.0, False, "hcl")
         for loss in PRESETS:
-            assert train.arguments(["--loss", loss]).temperature == (0.3 if loss == "hcl" else 0.1)
+            args, wanted = train.arguments(["--loss", loss]), train.DEFAULTS | train.OF_LOSSES.get(loss, {})
+            assert vars(args).items() >= wanted.items()
+        bank = train.arguments(["--method", "bank", "--loss", "hard", "--lr", "1"])
+        assert (bank.lr, bank.batch_size, bank.epochs, bank.momentum) == (1, 64, 24, 0.8)
+        assert train.arguments(["--method", "bank", "--recipe", "sgd"]).lr is None
         assert train.arguments(["--loss", "hcl", "--temperature", "2"]).temperature == 2
         games = [train.arguments(["--method", "diffhard", *flags]) for flags in
                  ([], ["--no-pairs"], ["--no-ascent"], ["--no-pairs", "--no-ascent"], ["--loss", "hcl"])]
@@ -2414,7 +2418,7 @@ class TestCommandLine:
         ("--anneal --beta 2", {"schedules.beta": [2, 0]}), ("--loss hard --no-lead-in", {"schedules": {}}),
         ("--loss hard --alpha .2", {"schedules.alpha": [1, 0.2], "options": {"alpha": 0.2}}),
         ("--true-positives", {"partners.0.shape": (80, 3, 32, 32)}),
-        ("--method bank --momentum .3", {"bank.momentum": 0.3}), ("--method bank", {"bank.momentum": 0.5}),
+        ("--method bank --momentum .3", {"bank.momentum": 0.3}), ("--method bank", {"bank.momentum": 0.8}),
         ("--method queue --momentum .7 --queue-size 30 --size 16 --recipe sgd --weight-decay .25",
          {"momentum": 0.7, "queue.rows.shape": (30, 128), "encoder.size": 16, "view_options": {}, "epochs": 2,
           "batches": 2, "recipe": {"lr": 0.03, "weight_decay": 0.25}}),

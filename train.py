@@ -30,7 +30,12 @@ import hardneg
 
 BICUBIC = T.InterpolationMode.BICUBIC
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
-TEMPERATURES = dict.fromkeys(hardneg.PRESETS, 0.1) | {"hcl": 0.3}  # if none is given
+DEFAULTS = {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3}  # if nothing else is known
+OF_LOSSES = {  # the best of four settings each, on the shapes: benchmarks/defaults.py
+    "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
+    "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3}}
+OF_METHODS = {"bank": {"momentum": 0.8}, "diffhard": {"temperature": 0.3}}
+OF_RECIPES = {("bank", "adamw"): {"epochs": 24, "batch_size": 64, "lr": 2e-3}}
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
 NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers", "compare", "seeds",
                   "overwrite")
@@ -64,14 +69,16 @@ def arguments(argv=None):
     add("--loss", choices=hardneg.PRESETS, help="weights and objective; None: hcl, or ppcl for diffhard")
     add("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives; None: those of the loss")
     add("--objective", choices=hardneg.OBJECTIVES, help="None: that of the loss; ppcl for generated pairs")
-    add("--temperature", **real, help="divides cosines, above 0; None: 0.3 for hcl and diffhard, else 0.1")
-    add("--tau-plus", **real, help="share of false negatives, in [0, 1) [1]; None: 0.1 for debiased and hcl")
+    tuned = lambda key, other: "None: " + ", ".join(
+        f"{row[key]:g} for {name}" for name, row in (OF_LOSSES | OF_METHODS).items() if key in row) + other
+    add("--temperature", **real, help=f"divides cosines, above 0; {tuned('temperature', ', else 0.1')}")
+    add("--tau-plus", **real, help=f"false negatives, in [0, 1) [1]; {tuned('tau_plus', ', 0.1 for hcl')}")
     add("--beta", **real, default=1.0, help="hcl: concentration on near negatives, at least 0 [1]")
     add("--anneal", **no, help="hcl: lower beta to 0 in five steps over the run")
-    add("--epsilon", **real, default=0.3, help="ot: regularisation, in units of the cost, above 0 [2]")
+    add("--epsilon", **real, help="ot: regularisation, in units of the cost, above 0 [2]; None: 0.1")
     add("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"), help="ot: cost of the coupling")
     add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
-    add("--alpha", **real, nargs="?", default=0.1, const=0.1, help="hard: nearest share kept, in (0, 1] [4]")
+    add("--alpha", **real, nargs="?", help=f"share kept, in (0, 1] [4]; {tuned('alpha', ', else 0.1')}")
     add("--lead-in", **yes, help="hard: lower the share from 1 to alpha over the first half of the run")
     add("--margin", **real, default=0.0, help="triplet: a squared distance, at least 0")
     add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
@@ -85,15 +92,15 @@ def arguments(argv=None):
     add = parser.add_argument_group("training").add_argument
     add("--method", default="simclr", choices=METHODS, help="candidates: simclr, the batch; bank, a row per "
         "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]")
-    add("--momentum", **real, help="of the bank's rows (None: 0.5), of slow copies (None: 0.99), in [0, 1)")
+    add("--momentum", **real, help="of the bank's rows (None: 0.8), of slow copies (None: 0.99), in [0, 1)")
     add("--queue-size", **whole, default=4096, help="embeddings in the queue, fewer than training images")
     add("--bound", **real, default=0.015, help="clae: largest change of a pixel, in (0, 1)")
     add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
-    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}")
-    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}")
+    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 24 for bank")
+    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, 64 for bank")
     add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
-    add("--lr", **real, help=f"peak learning rate; {own('lr')}")
+    add("--lr", **real, help=f"peak learning rate; {own('lr')}, 0.002 for bank")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
@@ -121,8 +128,10 @@ def arguments(argv=None):
     args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
     if game and args.pairs and args.objective is None and hardneg.PRESETS[args.loss][1] == "nce":
         args.objective = "ppcl"  # nce knows no generated pairs
-    if args.temperature is None:
-        args.temperature = 0.3 if game else TEMPERATURES[args.loss]
+    for name, value in {**DEFAULTS, **OF_LOSSES.get(args.loss, {}), **OF_METHODS.get(args.method, {}),
+                        **OF_RECIPES.get((args.method, args.recipe), {})}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     if args.out is None:
         variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
         last = "compare" if args.compare else f"{args.loss}-{args.seed}"
@@ -256,7 +265,7 @@ def make_method(args, criterion, encoder, images):
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
-    momentum = args.momentum if args.momentum is not None else 0.5 if args.method == "bank" else 0.99
+    momentum = 0.99 if args.momentum is None else args.momentum
     require(args.method == "simclr" and images.classes or not args.true_positives, "true_positives", "on",
             "off, but for simclr on images with classes")
     partners = (train, images.train_labels) if args.true_positives else None
