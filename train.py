@@ -34,7 +34,7 @@ DEFAULTS = {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3}  # if nothing else
 OF_LOSSES = {  # the best of four settings each, on the shapes: benchmarks/defaults.py
     "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
     "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3}}
-OF_METHODS = {"bank": {"momentum": 0.8}, "diffhard": {"temperature": 0.3}}
+OF_METHODS = {"bank": {"momentum": 0.8}}
 OF_RECIPES = {("bank", "adamw"): {"epochs": 24, "batch_size": 64, "lr": 2e-3}}
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
 NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers", "compare", "seeds",
