@@ -246,12 +246,6 @@ class TestOracle:
             found.append((losses, torch.autograd.grad(losses.sum(), leaf)[0]))
         same(*found, 1e-12)
         assert (numpy(found[1][1])[log_w == -INF] == 0).all()
-    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
-    def test_weigh_passes_the_options_on(self, weights):
-        logits = normal(2, 3, 5) / 2
-        options = {name: value for part in WEIGHT_OPTIONS.values() for name, value in part.items()}
-        want = getattr(oracle, weights)(logits, **WEIGHT_OPTIONS[weights])
-        close(hardneg.weigh(weights, torch.tensor(logits), **options), want, 1e-10)
     @pytest.mark.parametrize("loss", PRESETS)
     @given(**BATCHES, k=st.sampled_from([0, 3]), labelled=st.booleans(), temperature=st.floats(0.1, 2),
            tau_plus=st.sampled_from([None, 0.0, 0.3]), block_size=BLOCK_SIZES,
