@@ -1,7 +1,7 @@
-"""Measure losses with negatives of each anchor's own, (B, K, D), beside the dense formula: python benchmarks/given.py
+"""Measure losses with negatives of each anchor's own, (B, K, D): python benchmarks/given.py
 
-The unit of the ratios is normalisation, `torch.einsum` and `F.cross_entropy`. Every round times all rows in turn, forward
-and backward to views and negatives; a ratio is the median over rounds of two times of one round.
+The unit of the ratios is the dense formula: normalise, `torch.einsum`, `F.cross_entropy`. Every round times
+all rows in turn, forward and backward to views and negatives; a ratio is the median over rounds.
 """
 import argparse
 import statistics
@@ -35,7 +35,8 @@ def main():
     learned = torch.tensor(0.5, device=options.device, requires_grad=True)
     rows = {"dense": lambda t: dense(x, y, given, t)}
     for loss in ("simclr", "hcl", "hard", "triplet"):
-        rows[loss] = lambda t, loss=loss: hardneg.contrastive_loss(x, y, loss=loss, negatives=given, temperature=t)
+        criterion = hardneg.ContrastiveLoss(loss)
+        rows[loss] = lambda t, c=criterion: c(x, y, negatives=given, temperature=t)
     times = {(name, kind): [] for name in rows for kind in ("fixed", "learned")}
     for _ in range(options.rounds + 1):
         for name, kind in times:
@@ -45,8 +46,8 @@ def main():
             if options.device == "cuda":
                 torch.cuda.synchronize()
             times[name, kind].append(time.perf_counter() - begin)
-    print(f"B = {b}, K = {k}, D = {d}, {options.device}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-          f"{options.rounds} rounds; ms, and times the dense formula, t fixed and learned")
+    print(f"B = {b}, K = {k}, D = {d}, {options.device}, {torch.get_num_threads()} threads, "
+          f"torch {torch.__version__}, {options.rounds} rounds; ms, × the dense formula; t fixed | learned")
     for name in rows:
         cells = []
         for kind in ("fixed", "learned"):
