@@ -66,7 +66,7 @@ def _readable(x):            # whether Python may read its values: not on the me
 # ---- 1. Weights: how much does each candidate count? logits (A, N) → log weights (A, N), −∞ where these are.
 # The weights of an anchor have mean 1 over its candidates; those of `top`, over the candidates it keeps.
 
-class _Unit(torch.autograd.Function):    # z and ‖x‖; a gradient by hand, (g − z (z·g)) / ‖x‖, saves memory
+class _Unit(torch.autograd.Function):    # z and ‖x‖, with the gradient (g − z (z·g)) / ‖x‖ in few passes
     @staticmethod
     def forward(x):
         scale = torch.linalg.vector_norm(x, INF, -1, keepdim=True)
@@ -214,8 +214,8 @@ def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
         return total
     log_n = _logsumexp(log_w)
     log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    mean = _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos) if pos.shape[1] > 1 else pos[:, 0]
-    correction = log_n + math.log(tau_plus) + mean
+    log_mean = _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos) if pos.shape[1] > 1 else pos[:, 0]
+    correction = log_n + math.log(tau_plus) + log_mean
     excess = correction - total                              # below 0 if the difference is positive
     left = total + torch.log(-torch.expm1(excess.masked_fill(excess >= 0, -1))) - math.log1p(-tau_plus)
     floor = log_n - 1 / temperature
@@ -373,7 +373,7 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
 
 class _Pairs:
     """Identify anchors (A, D), positives (A, M, D) and candidates (N, D) or (A, N, D). Columns `own` (A, any
-    number) are of the anchor's sample, and those of its label are excluded, or positives if `labelled`."""
+    number) hold the anchor's own sample. Candidates of its label are excluded, or positives if `labelled`."""
     def __init__(self, views, negatives, own, mask, labels, drop_above, normalize, supervised, group):
         b, v, device = len(views[0]), len(views), views[0].device
         dtype = torch.float32
@@ -538,9 +538,9 @@ def lead_in(progress, alpha, until=0.5):
 
 # ---- 4. Blocks and ranks: the same numbers in linear memory, over processes. Skip it on a first reading.
 # The cosines of a large batch do not fit into memory, so the anchors are worked in blocks. A block's
-# cosines are one product; `losses_of` gives its losses; their gradient takes the place of the cosines, and
-# two more products carry it to the embeddings. The shortcut: nce, ppcl, decoupled see negatives only through
-# Σ_j w_j e^{s_j} and Σ_j w_j, so for weights that are exponentials an anchor's candidates merge into one.
+# cosines are one product, and `losses_of` gives its losses. Their gradient takes the memory of the cosines,
+# and two more products carry it to the embeddings. The shortcut: nce, ppcl and decoupled see negatives only
+# as Σ_j w_j e^{s_j} and Σ_j w_j, so for weights that are exponentials an anchor's candidates merge into one.
 
 def _evaluate(losses_of, conclude, shortcut, pairs, t, g, size, reduction, free):
     """Compute the losses of all anchors, (A,), or their mean or sum; free: by functions of the caller."""
@@ -573,13 +573,13 @@ def _slices(n, size):
 def _part(candidates, rows):          # the candidates of some anchors: (N, D), or of each its own, (a, N, D)
     return candidates if candidates.ndim == 2 else candidates[rows]
 
-def _dot(anchors, rows, out=None):    # (a, D) with (N, D) or (a, N, D) → (a, N)
-    if rows.ndim == 2:
-        return torch.mm(anchors, rows.T, out=out)
-    return torch.bmm(rows, anchors[:, :, None], out=None if out is None else out[:, :, None])[:, :, 0]
+def _dot(anchors, others, out=None):  # (a, D) with (N, D) or (a, N, D) → (a, N)
+    if others.ndim == 2:
+        return torch.mm(anchors, others.T, out=out)
+    return torch.bmm(others, anchors[:, :, None], out=None if out is None else out[:, :, None])[:, :, 0]
 
-def _to_anchors(by_dot, rows):        # its gradient in the anchors, (a, D)
-    return by_dot @ rows if rows.ndim == 2 else torch.bmm(by_dot[:, None], rows)[:, 0]
+def _to_anchors(by_dot, others):      # its gradient in the anchors, (a, D)
+    return by_dot @ others if others.ndim == 2 else torch.bmm(by_dot[:, None], others)[:, 0]
 
 class _InBlocks(torch.autograd.Function):
     """Compute weight · Σ_i ℓ_i together with its gradient, and store nothing of a block's size."""
@@ -592,9 +592,9 @@ class _InBlocks(torch.autograd.Function):
         # preallocated: allocating per block costs more than the arithmetic
         matrices = anchors.new_empty(2, len(anchors[blocks[0]]), candidates.shape[-2])
         for rows in blocks:
-            block, some = anchors[rows], _part(candidates, rows)         # (a, D), (N, D) or (a, N, D)
+            block, others = anchors[rows], _part(candidates, rows)       # (a, D), (N, D) or (a, N, D)
             cosines, scratch = matrices[:, :len(block)]                                  # (a, N)
-            pos_cosines, _ = _dot(block, positives[rows]), _dot(block, some, out=cosines)        # (a, M)
+            pos_cosines, _ = _dot(block, positives[rows]), _dot(block, others, out=cosines)      # (a, M)
             if shortcut is None:
                 total, by_pos, by_cosines, by_t, by_g = _differentiate(
                     lambda *leaves: losses_of(rows, *leaves), pos_cosines, cosines, t, g)
@@ -606,7 +606,7 @@ class _InBlocks(torch.autograd.Function):
                     pos_cosines, mean, t)                                                # it divides by t
                 by_cosines = cosines.mul_((by_mean / t)[:, None])                        # (a, N)
             value = value + total
-            by_anchor = _to_anchors(by_cosines, some) if wanted[0] or wanted[3] else None        # (a, D)
+            by_anchor = _to_anchors(by_cosines, others) if wanted[0] or wanted[3] else None      # (a, D)
             if wanted[0]:
                 slopes[0][rows] = by_anchor + _to_anchors(by_pos, positives[rows])
             if wanted[1]:
@@ -679,7 +679,7 @@ def _potential(pairs, group, epsilon, cost, kappa):
             pos_cosines, cosines = (_dot(everyone.anchors[rows], x)                      # (a, M), (a, N)
                                     for x in (everyone.positives[rows], everyone.candidates))
             yield everyone.exclude_(_log_kernel(cosines, epsilon, cost, kappa), rows, pos_cosines, cosines)
-    kernel = list(blocks()) if torch.is_grad_enabled() or a * n <= 2**24 else None       # else again
+    kernel = list(blocks()) if torch.is_grad_enabled() or a * n <= 2**24 else None       # in each step
     return sinkhorn(lambda: kernel or blocks())[1]
 
 class _Gather(torch.autograd.Function):

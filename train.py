@@ -351,7 +351,8 @@ def compare(rows, argv, seeds, out):
             other = [f"--{k.replace('_', '-')} {v}" for k, v in results["options"].items()
                      if k not in NOT_OF_THE_RUN and v != wanted.get(k)]
             require(not other, "--out", out, f"another folder: {args.out} has a run with {', '.join(other)}")
-            found[name].append(results)
+            results["options"] = {k: v for k, v in results["options"].items() if k not in ("root", "out")}
+            found[name].append(results)  # without paths, so that it can be published
     (out / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
     draw_comparison(out / "compare.png", found)
     print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, all runs")

@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import train  # noqa: E402
+from train import spread  # noqa: E402
 
 COMMON = ["--fraction", "0.4", "--epochs", "10", "--lr", "0.003"]
 METHODS = {
@@ -67,12 +68,6 @@ def program(doc, name, todo, one, table):
     (HERE / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
     print(table(results))
     return results
-
-
-def spread(values, digits=1):
-    """Write mean ± standard deviation; the mean alone for one value."""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 # ---- The table -------------------------------------------------------------------------------------------

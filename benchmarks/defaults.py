@@ -45,6 +45,7 @@ def table(results):
 
 
 def main():
+    """Run the settings of the losses named, then record and print all that --out holds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", default=list(SEARCH), choices=SEARCH)
     parser.add_argument("--out", type=Path, default=Path("runs", "defaults"))
@@ -55,8 +56,6 @@ def main():
     found = {}
     for path in (args.out / loss / "compare.json" for loss in SEARCH):
         found.update(json.loads(path.read_text()) if path.exists() else {})
-    for run in (run for runs in found.values() for run in runs):
-        run["options"] = {k: v for k, v in run["options"].items() if k not in ("root", "out")}  # no paths
     (HERE / "defaults.json").write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))
 

@@ -17,12 +17,14 @@ import hardneg  # noqa: E402
 
 
 def dense(x, y, given, t):
+    """Compute the loss with one matrix of logits, (B, 1 + K)."""
     x, y, given = (F.normalize(z, dim=-1) for z in (x, y, given))
     logits = torch.cat([(x * y).sum(-1, keepdim=True), torch.einsum("bd,bkd->bk", x, given)], 1) / t
     return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long, device=x.device))
 
 
 def main():
+    """Time all rows in turn, and print a table of medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     for name, default in (("--samples", 1024), ("--negatives", 8), ("--dim", 128), ("--rounds", 31)):
         parser.add_argument(name, type=int, default=default)
