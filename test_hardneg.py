@@ -2539,7 +2539,8 @@ class TestCommandLine:
         ("--data no/such/folder", "data is no/such/folder"), ("--resume --out no-such-run", "no-such-run"),
         ("--method diffhard --objective simple", "objective is simple"), ("--device abacus", "abacus"),
         ("--method bank --true-positives", "true_positives is on"), (f"--out {__file__}/run", "/run")])
-    def test_mistakes_are_named(self, words, complaint, capsys, small_shapes):
+    def test_mistakes_are_named(self, words, complaint, tmp_path, monkeypatch, capsys, small_shapes):
+        monkeypatch.chdir(tmp_path)  # runs/ may hold a finished run
         assert complaint in quit_with([*words.split(), "--fraction", "0.1"], capsys)
         assert not Path("no-such-run").exists()
 
