@@ -988,7 +988,8 @@ def embed(encoder, images, batch_size=500):
     The encoder works in eval mode and returns to its own: no gradient, and no BatchNorm buffer changes."""
     modes = {module: module.training for module in encoder.modules()}
     encoder.eval()
-    features, z = zip(*(encoder(_floats(part)) for part in images.split(batch_size)))
+    device = next(encoder.parameters()).device
+    features, z = zip(*(encoder(_floats(part.to(device))) for part in images.split(batch_size)))
     for module, mode in modes.items():
         module.training = mode
     return torch.cat(features).float(), unit(torch.cat(z).float())
@@ -1087,7 +1088,7 @@ class SimCLR(nn.Module):
         images, labels = self.partners
         same = ((labels == labels[index, None]) & (labels >= 0)).float()                 # (B, n)
         other = torch.multinomial(same.scatter_(1, index[:, None], 1e-9), 1, generator=generator)[:, 0]
-        return images[other] if torch.is_tensor(images) else next(images.batches([other]))
+        return images[other.to(images.device)].to(other.device)
 
 class Bank(SimCLR):
     """Contrast one view of each image with its row of a memory bank; all other rows are the candidates.
@@ -1218,8 +1219,7 @@ RECIPES = {  # name: optimizer, its rate over the progress p in [0, 1], and the 
 
 class Training:
     """Train an encoder, step by step: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
-    encoder, images  an Encoder, and uint8 images (n, 3, H, W) on its device; or an object with `len` and
-                     `batches`: list of index tensors → iterator of such images
+    encoder, images  an Encoder, and uint8 images (n, 3, H, W), on its device or, to save memory, another
     method           SimCLR, Bank, Queue, CLAE or DiffHard
     recipe           a row of RECIPES; epochs, batch_size (the largest), lr and weight_decay override it
     schedules        {option of the loss: function of the progress}: {"alpha": lambda p: lead_in(p, 0.1)}
@@ -1229,7 +1229,7 @@ class Training:
     seed             of order, views and latents; it repeats the run (on a GPU up to rounding)
     A step yields {"epoch", "step", "steps", "images", "loss"}, scheduled options, and every tenth of an epoch
     statistics; epochs below 0 are the pre-training, without a loss. FloatingPointError if a loss is not
-    finite. After an epoch, state_dict() holds all that load_state_dict() needs to go on."""
+    finite. After a step (with a group, an epoch) state_dict() holds all that load_state_dict() needs."""
     def __init__(self, encoder, images, method, recipe="adamw", epochs=None, batch_size=None, lr=None,
                  weight_decay=None, schedules=None, micro_batch=None, bfloat16=None, group=None, seed=0):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
@@ -1249,7 +1249,7 @@ class Training:
         for x in (*encoder.state_dict().values(), *method.state_dict().values()) if group is not None else ():
             distributed.broadcast(x, distributed.get_global_rank(group, 0), group=group)
         self.encoder, self.method = encoder.to(memory_format=torch.channels_last), method
-        self.images, self.epoch, self.seed, self.group = images, -method.pretrain, seed, group
+        self.images, self.seed, self.group, self.epoch, self.done = images, seed, group, -method.pretrain, 0
         self.steps, self.schedules = (method.pretrain + self.epochs) * self.batches, schedules or {}
         self.micro_batch, self.generator = micro_batch, torch.Generator(self.device)
         cpu = getattr(torch.cpu, "get_capabilities", dict)() if self.device.type == "cpu" else {}
@@ -1262,27 +1262,25 @@ class Training:
 
     def __iter__(self):
         while self.epoch < self.epochs:
-            epoch, done = self.epoch, self.steps - (self.epochs - self.epoch) * self.batches
-            seed = self.seed * 100_003 + epoch               # of seed and epoch: a resumed run repeats it
+            seed = self.seed * 100_003 + self.epoch          # of seed and epoch: a resumed run repeats it
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
-            self.generator.manual_seed(seed * self.ranks + self.rank)
+            if self.done == 0:
+                self.generator.manual_seed(seed * self.ranks + self.rank)
             shares = [index[:len(index) // self.ranks * self.ranks].chunk(self.ranks)[self.rank]
-                      for index in order.to(self.device).tensor_split(self.batches)]
-            batches = (map(self.images.__getitem__, shares) if torch.is_tensor(self.images) else
-                       self.images.batches(shares))
-            for step, (index, images) in enumerate(zip(shares, batches, strict=True), 1):
+                      for index in order.to(self.device).tensor_split(self.batches)[self.done:]]
+            for index in shares:
+                epoch, step = self.epoch, (self.method.pretrain + self.epoch) * self.batches + self.done + 1
                 try:
-                    figures = self._step(index, images, step - 1)
+                    images = self.images[index.to(self.images.device)].to(self.device, non_blocking=True)
+                    figures = self._step(index, images)
                 except (_NotFinite, FloatingPointError) as error:
-                    raise FloatingPointError(f"step {done + step} of {self.steps}: {error}. Is lr "
-                                             f"({self.recipe['lr']:g}) too high?") from error
-                self.epoch += step == self.batches
-                yield {"epoch": epoch, "step": done + step, "steps": self.steps,
-                       "images": len(index) * self.ranks, **figures}
+                    raise FloatingPointError(f"step {step} of {self.steps}: {error}; lower lr?") from error
+                self.epoch, self.done = divmod(epoch * self.batches + self.done + 1, self.batches)
+                yield figures | {"epoch": epoch, "step": step, "steps": self.steps}
 
-    def _step(self, index, images, step):
+    def _step(self, index, images):
         total, begun = self.epochs * self.batches, self.epoch >= 0
-        progress = max(0, self.epoch * self.batches + step) / total
+        progress = max(0, self.epoch * self.batches + self.done) / total
         rate = self.recipe["rate"](progress, 1 / total)
         for part in (part for x in (self.optimizer, *self.method.follows) for part in x.param_groups):
             part["lr"] = part.setdefault("initial_lr", part["lr"]) * rate
@@ -1292,19 +1290,20 @@ class Training:
             encoder = in_micro_batches(encoder, self.micro_batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             loss, figures = self.method.step(encoder, images, index, self.generator, group=self.group,
-                                             return_stats=step % max(1, self.batches // 10) == 0, **scheduled)
+                                             return_stats=10 * self.done % self.batches < 10, **scheduled)
             if begun:
                 _descend(loss, self.optimizer, "encoder", self.group)
                 figures = {"loss": loss.detach(), **figures, **scheduled}
-            return {**figures, **(self.method.after_step() or {})}
+            return {"images": len(index) * self.ranks, **figures, **(self.method.after_step() or {})}
 
     def state_dict(self):
-        """Return all that a run needs to go on from the end of an epoch."""
-        return {"epoch": self.epoch, "encoder": self.encoder.state_dict(), "method": self.method.state_dict(),
-                "optimizer": self.optimizer.state_dict()}
+        """Return all that a run needs to go on."""
+        return {"epoch": self.epoch, "done": self.done, "generator": self.generator.get_state(),
+                **{name: getattr(self, name).state_dict() for name in ("encoder", "method", "optimizer")}}
 
     def load_state_dict(self, state):
         """Go on from such a state."""
-        self.epoch = state["epoch"]
+        self.epoch, self.done = state["epoch"], state["done"]
+        self.generator.set_state(state["generator"].cpu())
         for name in ("encoder", "method", "optimizer"):
             getattr(self, name).load_state_dict(state[name])

@@ -16,12 +16,14 @@ import contextlib
 import copy
 import gc
 import importlib
+import io
 import itertools
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -34,6 +36,7 @@ from types import SimpleNamespace
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 import numpy as np
+from PIL import Image
 import pytest
 from scipy.optimize import minimize
 from scipy.special import logsumexp, rel_entr
@@ -1480,7 +1483,7 @@ class TestImages:
         assert torch.equal(train.read_image(tmp_path / "oblong.png", 20), pixels[:, :, 20:40])
     @pytest.mark.filterwarnings("ignore:.*cannot be read")
     def test_broken_files(self, tmp_path):
-        """In memory they are left out; streamed, the next file replaces them. A warning names them."""
+        """They are left out, and a warning names them."""
         for part in ("train", "test"):
             write_images(tmp_path / part)
         for name in ("cat/0", "cat/2", "dog/5"):
@@ -1489,33 +1492,38 @@ class TestImages:
             images = train.load(tmp_path)
         assert images.train[:, 0, 0, 0].tolist() == [1, 3, 4, 5, 40, 41, 42, 43, 44]
         assert images.train_labels.tolist() == [0] * 4 + [1] * 5
-        files = train.load(tmp_path, workers=0).train
-        with pytest.warns(UserWarning, match=r"cat.2\.png cannot be read"):
-            values = [int(x[0, 0, 0]) for part in files.split(5) for x in part]
-        assert values == [1, 1, 3, 3, 4, 5, 40, 41, 42, 43, 44, 1]
-        with pytest.raises(ValueError, match="^data .*read"):
-            files[torch.tensor([0, 2])][1]
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_streamed_files_stand_for_their_tensor(self, tmp_path, workers):
+        for path in (tmp_path / "test").rglob("*.png"):
+            path.write_bytes(b"")
+        with pytest.raises(ValueError, match="^data .*readable"):
+            train.load(tmp_path)
+    @pytest.mark.parametrize("mode, colour, seen", [
+        ("L", 99, [99] * 3), ("1", 1, [255] * 3), ("P", 0, [0, 0, 0]), ("LA", (9, 0), [255] * 3),
+        ("CMYK", (0,) * 4, [255] * 3), ("RGBA", (9, 9, 9, 0), [255] * 3), ("RGBA", (9, 8, 7, 255), [9, 8, 7]),
+        ("I;16", 257 * 130, [130] * 3)])
+    def test_modes(self, tmp_path, mode, colour, seen):
+        """Transparent pixels are white, 16 bits of grey are scaled."""
+        path = tmp_path / ("x.tif" if mode == "CMYK" else "x.png")
+        Image.new(mode, (8, 8), colour).save(path)
+        assert train.read_image(path, 8)[:, 3, 3].tolist() == seen
+    def test_a_photograph_is_turned_as_the_camera_was(self, tmp_path):
+        picture, exif = Image.new("RGB", (40, 20)), Image.Exif()
+        picture.paste("white", (0, 0, 20, 20))
+        exif[0x0112] = 6  # turn it by a quarter, clockwise
+        picture.save(tmp_path / "x.png", exif=exif)
+        x = train.read_image(tmp_path / "x.png", 20)
+        assert x[:, :9].min() == 255 and x[:, 11:].max() == 0
+    def test_workers_change_nothing(self, tmp_path):
         write_images(tmp_path, per_class=10, size=(30, 34))
-        kept, files, seed = train.load(tmp_path), train.load(tmp_path, workers=workers), torch.get_rng_state()
-        assert isinstance(files.test, train.Files) and torch.equal(files.train_labels, kept.train_labels)
-        for one, other in ((kept.train, files.train), (kept.test, files.test)):
-            assert other.shape == one.shape and len(other) == len(one) and torch.equal(other[-1], one[-1])
-            assert torch.equal(torch.cat(list(other.split(3))), one)
-        for index in (torch.tensor([5, 0, 5, 11]), slice(2, 9, 3), kept.train_labels == 1):
-            part = files.train[index]
-            assert part.workers == workers and torch.equal(torch.cat(list(part.split(50))), kept.train[index])
-        parts = torch.tensor([5, 0, 5, 11, 2]).split(2)
-        assert equal_states(list(files.train.batches(parts)), [kept.train[index] for index in parts])
-        assert files.to("meta").train.device.type == "meta" and torch.equal(torch.get_rng_state(), seed)
-        assert train.evaluate(None, kept) == pytest.approx(train.evaluate(None, files), nan_ok=True)
-    @pytest.mark.parametrize("workers", [None, 0])
-    def test_fraction_of_each_class(self, tmp_path, workers):
+        (tmp_path / "cat" / "3.png").write_bytes(b"no image")
+        seed = torch.get_rng_state()
+        with pytest.warns(UserWarning, match="1 of 16"):
+            kept, other = train.load(tmp_path), train.load(tmp_path, workers=2)
+        assert equal_states(kept, other) and torch.equal(torch.get_rng_state(), seed)
+    def test_fraction_of_each_class(self, tmp_path):
         write_images(tmp_path, per_class=10)
-        one, two, other, least = (train.load(tmp_path, fraction=share, seed=seed, workers=workers)
+        one, two, other, least = (train.load(tmp_path, fraction=share, seed=seed)
                                   for share, seed in ((0.4, 0), (0.4, 0), (0.4, 1), (0.001, 0)))
-        rows = [torch.cat(list(images.train.split(6))) for images in (one, two, other)]
+        rows = [images.train for images in (one, two, other)]
         assert torch.equal(rows[0], rows[1]) and not torch.equal(rows[0], rows[2]) and len(least.train) == 2
         assert one.train_labels.bincount().tolist() == [3, 3] and len(one.test) == 4
     @pytest.mark.parametrize("prepare", [
@@ -1954,16 +1962,6 @@ class TestTraining:
                 for accuracy in (hardneg.linear_readout, hardneg.knn_accuracy):
                     assert accuracy(x, labels, x, labels) > 25
         assert {x.device.type for x in (loss, *figures.values())} == {DEVICE}
-    @pytest.mark.parametrize("name", ["simclr", "bank", "queue", "diffhard"])
-    def test_files_give_the_weights_of_tensors(self, tmp_path, name):
-        write_images(tmp_path, per_class=10)
-        ends = []
-        for workers in (None, 0, 2):
-            images = train.load(tmp_path, size=16, workers=workers)
-            own = {"partners": (images.train, images.train_labels)} if name == "simclr" else {}
-            training = begin(images.train, name, batch_size=6, own=own)
-            ends.append(finish(training) and training.encoder.state_dict())
-        assert equal_states(ends[0], ends[1]) and equal_states(ends[1], ends[2])
     def test_images_alone_in_their_class_or_unlabelled_are_their_own_partners(self):
         images = torch.arange(6).view(6, 1, 1, 1).expand(6, 3, 8, 8)
         labels = torch.tensor([-1, -1, 0, 0, 1, -1])
@@ -1972,18 +1970,18 @@ class TestTraining:
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("recipe", hardneg.RECIPES)
     def test_resumes_to_the_same_bits(self, few, name, recipe, tmp_path):
-        """From the end of each epoch: encoder, optimizers, memories, the game."""
+        """From the end of an epoch and between: encoder, optimizers, memories, the game."""
         whole, seen = begin(few.train, name, recipe=recipe), []
         for figures in whole:
             seen.append(figures)
-            if len(seen) % whole.batches == 0 and len(seen) < whole.steps:
+            if len(seen) in (1, whole.batches, whole.batches + 2):
                 torch.save(whole.state_dict(), tmp_path / f"{len(seen)}.pt")
         for path in tmp_path.iterdir():
             second = begin(few.train, name, recipe=recipe, init=1)
             second.load_state_dict(torch.load(path, weights_only=True))
             assert finish(second) == seen[int(path.stem):]
             assert equal_states(whole.state_dict(), second.state_dict())
-        assert set(whole.state_dict()) == {"epoch", "encoder", "method", "optimizer"}
+        assert set(whole.state_dict()) == {"epoch", "done", "generator", "encoder", "method", "optimizer"}
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, few, n, size, sizes):
         """In batches of nearly one size, never of one image; epochs and seeds differ in order."""
@@ -2119,8 +2117,7 @@ class TestTraining:
         (lambda x, size: hardneg.Encoder(size=size), {"size": [33]}),
         (lambda x, encoder: hardneg.Encoder(encoder), {"encoder": ["large"]}),
         (lambda x, **o: train.shapes(**o), {"n": [0], "classes": [1, 11]}),
-        (lambda x, **o: train.load(**o), {"data": ["no-such-set"], "fraction": [0, 1.1], "workers": [2]}),
-        (lambda x, workers: train.Files(["x.png"], 8, workers), {"workers": [-1]})])
+        (lambda x, **o: train.load(**o), {"data": ["no-such-set"], "fraction": [0, 1.1]})])
     def test_invalid_arguments_are_named(self, few, call, invalid):
         for name, value in ((name, value) for name, values in invalid.items() for value in values):
             with pytest.raises(ValueError, match=f"^{name} is .*; it must be "):
@@ -2255,7 +2252,7 @@ def runs_of(group):
         training = hardneg.Training(encoder, images[:24], method, "sgd", epochs=2, batch_size=12, lr=0.1,
                                     bfloat16=False, group=group)
         seen = [(p["loss"], p["positive"], torch.tensor(p["images"])) for p in training]
-        found += tensors_of((training.state_dict(), seen))
+        found += tensors_of(({**training.state_dict(), "generator": None}, seen))  # a rank has its own
     hardneg.view = view
     return found
 
@@ -2300,11 +2297,14 @@ def small_shapes(monkeypatch):
     whole = train.shapes
     monkeypatch.setattr(train, "shapes", lambda n, **options: whole(n // 10, **options))
 
-def quit_with(arguments, capsys):
+def quit_with(arguments, capsys, say=None):
     """Run train.py, which has to end with an error → its exit code or message, and its stderr."""
     with pytest.raises(SystemExit) as stop:
         train.main([str(word) for word in arguments])
-    return f"{stop.value.code} {capsys.readouterr().err}"
+    said = capsys.readouterr()
+    if say is not None:
+        say.append(said.out)
+    return f"{stop.value.code} {said.err}"
 
 def numbers_of(path):
     results = json.loads(path.read_text())
@@ -2312,21 +2312,24 @@ def numbers_of(path):
 
 def run_train(*arguments):
     """Run train.py in this process → the numbers of results.json, and checkpoint.pt."""
-    train.main([str(word) for word in arguments])
+    train.main([str(word) for word in ("--no-report", *arguments)])
     out = Path(arguments[arguments.index("--out") + 1])
     return numbers_of(out / "results.json"), torch.load(out / "checkpoint.pt", weights_only=True)
 
-def stop_before(monkeypatch, step):
-    """Let Ctrl-C come before a step of the next training."""
+def stop_before(monkeypatch, step, number=signal.SIGINT):
+    """Let Ctrl-C, or another signal, come before a step of the next training."""
     calls, whole = itertools.count(1), hardneg.Training._step
 
     def interrupt(self, *arguments):
         if next(calls) == step:
             monkeypatch.setattr(hardneg.Training, "_step", whole)
-            raise KeyboardInterrupt
+            signal.raise_signal(number)
         return whole(self, *arguments)
 
     monkeypatch.setattr(hardneg.Training, "_step", interrupt)
+
+def times_of(folder):
+    return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.name != ".lock"}
 
 SMALL = ["--epochs", "2", "--fraction", "0.1", "--batch-size", "40"]  # 80 images, two steps an epoch
 COMMANDS = {"simclr": ["--loss", "hcl", "--anneal"], "bank": ["--loss", "hard-simple", "--alpha", "0.1"],
@@ -2348,30 +2351,35 @@ class TestCommandLine:
                                      "uniformity tolerance untrained raw options versions".split())
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert set(results["raw"]) == set(results["untrained"]) == {"linear", "knn"}
-        assert {path.name for path in out.iterdir()} == {"checkpoint.pt", "curves.png", "results.json"}
+        assert set(times_of(out)) == {"checkpoint.pt", "results.json", "report.html", "curves.png",
+                                      "nearest.png", "map.png", "histograms.png"}
+        page = (out / "report.html").read_text()
+        assert "src=\"http" not in page and page.count("data:image/png;base64,") == 4
+        for text in ("hard on shapes", "trained encoder", "--alpha 0.3", "alpha<td>0.3", "false negative"):
+            assert text in page
 
     def test_images_without_classes(self, tmp_path, capsys):
         """They lie at any depth; what needs labels is left out."""
         write_images(tmp_path / "images" / "all", 10, ("a", "b"), (8, 8))
-        run_train("--data", tmp_path / "images", "--epochs", "2", "--pictures", "--out", tmp_path / "run")
+        train.main(["--data", f"{tmp_path / 'images'}", "--epochs", "2", "--out", f"{tmp_path / 'run'}"])
         said = capsys.readouterr().out
         assert "16 images to train on, 4 to test, no classes" in said and "%" not in said
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["linear"] is results["tolerance"] is results["raw"]["knn"] is None
-        assert results["uniformity"] < 0 and not (tmp_path / "run" / "neighbours.png").exists()
+        assert results["uniformity"] < 0 and not (tmp_path / "run" / "histograms.png").exists()
         command = ["--data", tmp_path / "images", "--true-positives", "--out", tmp_path / "two"]
         assert "true_positives is" in quit_with(command, capsys)
 
     def test_compare(self, tmp_path, small_shapes, capsys):
         """Runs are those of train.py alone; finished ones are kept."""
-        words = ["--epochs", "1", "--batch-size", "20", "--out", str(tmp_path / "all")]
+        words = ["--epochs", "1", "--batch-size", "20", "--no-report", "--out", str(tmp_path / "all")]
         command = ["--compare", "simclr", "hcl", "--seeds", "2", *words]
         train.main(command)
         table, files = capsys.readouterr().out, sorted((tmp_path / "all").glob("*-?/results.json"))
         assert "| `hcl` |" in table and "exceed twice" in table
         assert (tmp_path / "all" / "compare.png").stat().st_size > 10000
         assert [path.parent.name for path in files] == ["hcl-0", "hcl-1", "simclr-0", "simclr-1"]
-        train.main(["--loss", "hcl", "--seed", "1", *words[:4], "--out", str(tmp_path / "one")])
+        train.main(["--loss", "hcl", "--seed", "1", *words[:5], "--out", str(tmp_path / "one")])
         assert numbers_of(files[1]) == numbers_of(tmp_path / "one" / "results.json")
         times = [path.stat().st_mtime_ns for path in files]
         train.main(command)
@@ -2450,44 +2458,94 @@ class TestCommandLine:
         assert loss == round(math.log(int(chance)), 4)
     @pytest.mark.parametrize("method", METHODS)
     def test_stopped_and_continued(self, method, tmp_path, small_shapes, monkeypatch, capsys):
-        """A run that Ctrl-C stops in its second epoch ends as one that is not stopped, to the bit."""
+        """A run that Ctrl-C stops within its second epoch ends as one that is not stopped, to the bit."""
         command = ["--method", method, *COMMANDS[method], *SMALL, "--out"]
         whole, wanted = run_train(*command, tmp_path / "whole")
-        stop_before(monkeypatch, step=4)
-        assert "the same command goes on" in quit_with([*command, tmp_path / "cut"], capsys)
+        stop_before(monkeypatch, step=3)
+        assert "the same command goes on" in quit_with([*command, tmp_path / "cut", "--no-report"], capsys)
         cut, found = run_train(*command, tmp_path / "cut")
         assert f"resumed after epoch {-1 if method == 'diffhard' else 1} of 2" in capsys.readouterr().out
         assert equal_states(found["training"], wanted["training"]) and found["history"] == wanted["history"]
-        game = ["pairs-start.png", "pairs-middle.png", "pairs-end.png"] if method == "diffhard" else []
-        assert cut == whole
-        assert all((tmp_path / "cut" / name).stat().st_size > 10000 for name in ("curves.png", *game))
+        assert cut == whole and (tmp_path / "cut" / "curves.png").stat().st_size > 10000
 
     def test_when_a_run_continues(self, tmp_path, small_shapes, monkeypatch, capsys):
-        command, files = [*SMALL, "--out", tmp_path], {"checkpoint.pt", "curves.png", "results.json"}
-        stop_before(monkeypatch, step=1)
-        quit_with(command, capsys)
+        command, out = [*SMALL, "--out", tmp_path / "run"], tmp_path / "run"
+        stop_before(monkeypatch, step=1, number=signal.SIGTERM)
+        quit_with([*command, "--no-report"], capsys)
         whole, _ = run_train(*command)
-        assert "resumed" not in capsys.readouterr().out  # nothing was saved
+        assert "resumed after epoch 0" in capsys.readouterr().out
         assert "--loss was hcl" in quit_with([*command, "--loss", "ot", "--resume"], capsys)
-        (tmp_path / "results.json").unlink()  # as if it had been stopped while it was measured
+        (out / "results.json").unlink()  # as if it had been stopped while it was measured
         assert "--epochs was 2" in quit_with([*command, "--epochs", "3"], capsys)
-        assert run_train(*command, "--pictures")[0] == whole
-        said = capsys.readouterr().out
-        assert "resumed after epoch 2 of 2" in said
-        for name in "separation gradient weights neighbours nearest uniformity histograms".split():
-            assert f"{name}.png" in said and (tmp_path / f"{name}.png").stat().st_size > 10000
-        for name in ("evaluate-other.json", "mine.png"):
-            (tmp_path / name).touch()
-        kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        assert run_train(*command)[0] == whole
+        assert "resumed after epoch 2 of 2" in capsys.readouterr().out
+        for name in ("evaluate-other.json", "mine.txt"):
+            (out / name).touch()
+        kept = times_of(out)
         assert "--overwrite" in quit_with([*command, "--seed", "1"], capsys)  # the first run is finished
-        assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
+        assert times_of(out) == kept
         run_train(*command, "--seed", "1", "--overwrite")
         assert "resumed" not in capsys.readouterr().out
-        assert {path.name for path in tmp_path.iterdir()} == files | {"mine.png"}
-        (tmp_path / "results.json").unlink()
-        (tmp_path / "checkpoint.pt").write_bytes(b"")
-        assert "--no-resume" in quit_with(command, capsys)
+        assert set(times_of(out)) == {"checkpoint.pt", "curves.png", "results.json", "mine.txt"}
+        (out / "results.json").unlink()
+        path, foreign = out / "checkpoint.pt", io.BytesIO()
+        torch.save({"weights": torch.ones(3)}, foreign)
+        for broken in (b"", path.read_bytes()[:-1000], b"PK" + bytes(99), foreign.getvalue()):
+            path.write_bytes(broken)
+            kept, said = times_of(out), quit_with(command, capsys)
+            assert f"{path}" in said and "--no-resume" in said and "\n" not in said
+            assert times_of(out) == kept and path.read_bytes() == broken
         assert run_train(*command, "--no-resume")[0] == whole
+
+    def test_a_full_disk_leaves_no_half_file(self, tmp_path, small_shapes, monkeypatch, capsys):
+        command, calls, sync = [*SMALL, "--out", tmp_path], itertools.count(), os.fsync
+        def full(handle):  # the first checkpoint fits, the second does not
+            if next(calls):
+                raise OSError(28, "No space left on device")
+            sync(handle)
+        monkeypatch.setattr(os, "fsync", full)
+        said = quit_with(command, capsys)
+        assert f"{tmp_path / 'checkpoint.pt'} cannot be written" in said and "No space left" in said
+        assert set(times_of(tmp_path)) == {"checkpoint.pt"}
+        monkeypatch.setattr(os, "fsync", sync)
+        run_train(*command)
+        assert "resumed after epoch 1 of 2" in capsys.readouterr().out
+
+    def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes, capsys):
+        with train.alone(tmp_path):
+            kept = times_of(tmp_path)
+            assert "another run is at work" in quit_with([*SMALL, "--out", tmp_path], capsys)
+            assert times_of(tmp_path).keys() == kept.keys()
+        run_train(*SMALL, "--out", tmp_path)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_killed(self, method, tmp_path):
+        """A run that is killed at random times ends as one that is not; no half file is left."""
+        command = [sys.executable, HERE / "train.py", "--method", method, *COMMANDS[method], *SMALL,
+                   "--size", "8", "--no-report", "--out"]
+        for seconds in (4, 6, None):
+            with subprocess.Popen([*command, tmp_path / "cut"], env=ALONE) as run:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(seconds)
+                run.kill()
+            for path in tmp_path.rglob("*.pt"):
+                torch.load(path, weights_only=True)
+        subprocess.run([*command, tmp_path / "whole"], env=ALONE, check=True)
+        cut, whole = (numbers_of(tmp_path / name / "results.json") for name in ("cut", "whole"))
+        assert cut == whole
+
+    def test_export(self, tmp_path, small_shapes, capsys):
+        """The exported program embeds any number of images as the encoder does."""
+        _, checkpoint = run_train(*SMALL, "--out", tmp_path)
+        train.main(["--export", f"{tmp_path}", f"{tmp_path / 'encoder.pt2'}"])
+        assert "features (n, 256), embeddings (n, 128)" in capsys.readouterr().out
+        encoder = hardneg.Encoder("small")
+        encoder.load_state_dict(checkpoint["training"]["encoder"])
+        program = torch.export.load(tmp_path / "encoder.pt2").module()
+        for n in (1, 7):
+            images = random_images(n, 32).float() / 255
+            for found, wanted in zip(program(images), encoder.eval()(images)):
+                close(found, wanted, 1e-6)
 
     def test_evaluate_measures_a_run_on_other_images(self, tmp_path, small_shapes, capsys):
         run, other = tmp_path / "run", tmp_path / "other"
@@ -2501,48 +2559,86 @@ class TestCommandLine:
             assert "32 × 32 pixels" in capsys.readouterr().out
         results = json.loads((run / "evaluate-other.json").read_text())
         assert (results["trained_on"], results["epochs"], results["data"]) == ("shapes", 2, str(other))
-        assert str(tmp_path / "checkpoint.pt") in quit_with(["--evaluate", tmp_path], capsys)
+        assert f"run is {tmp_path}; it must" in quit_with(["--evaluate", tmp_path], capsys)
 
-    def test_lines_of_the_pictures(self, monkeypatch):
-        drawn, (z, other) = {}, map(oracle.unit, normal(1, 2, 12, 3))
-        monkeypatch.setattr(train, "draw", lambda path, title, caption, panels, *_, **__: drawn.update(
-            {path.stem: {name: [*map(numpy, line)] for name, line in [*panels.values()][-1].items()}}))
-        labels, cosines, out = rng(3).integers(3, size=12), z @ z.T, Path()
-        one, two = ({"untrained": torch.tensor(x), "trained": torch.tensor(x)} for x in (z, other))
-        train.draw_separation(out, one, two)
-        train.draw_neighbours(out, one, torch.tensor(labels))
-        train.draw_histograms(out, one, torch.tensor(labels), bins=8)
-        args = train.arguments("--loss hcl --temperature .5 --alpha .3 --epsilon .4 --beta 2".split())
-        options = {name: getattr(args, name) for name in ("temperature", "alpha", "epsilon", "beta")}
-        losses = {name: hardneg.ContrastiveLoss(name, **options) for name in PRESETS}
-        train.draw_weights(args, losses, torch.tensor(z))
-        train.draw_gradient(args, losses, n=20)
-        order = np.array([sorted({*range(12)} - {i}, key=lambda j: -cosines[i, j]) for i in range(12)])
-        nearest = [[z[i] @ other[i], *cosines[i, order[i, :10]]] for i in range(12)]
-        close(drawn["separation"]["trained"][1], np.mean(nearest, 0), 1e-6)
-        found = (labels[order] == labels[:, None]).mean(0)
-        close(drawn["neighbours"]["trained"][1], 100 * found.cumsum() / range(1, 12), 1e-4)
+    def test_histograms(self, monkeypatch):
+        drawn, z = {}, oracle.unit(normal(1, 12, 3))
+        monkeypatch.setattr(train, "draw", lambda path, title, caption, panels, **_: drawn.update(panels))
+        labels, cosines = rng(3).integers(3, size=12), z @ z.T
+        both = {"untrained": torch.tensor(z), "trained": torch.tensor(z)}
+        train.draw_histograms(Path(), both, torch.tensor(labels), bins=8)
         pairs, alike = cosines[np.triu_indices(12, 1)], (labels[:, None] == labels)[np.triu_indices(12, 1)]
         for some, name in ((pairs[alike], "one class"), (pairs[~alike], "different classes")):
-            close(drawn["histograms"][name][1], np.histogram(some, 8, (-1, 1))[0] / len(some), 1e-6)
-        logits = np.where(np.eye(12) > 0, -INF, cosines / 0.5)
-        for name, log_w in {"hcl": oracle.tilted(logits, 2.0), "hard": oracle.top(logits, 0.3),
-                            "ot": oracle.transported(logits, 0.4, temperature=0.5)}.items():
-            close(drawn["weights"][name][1], np.exp(np.take_along_axis(log_w, order, 1)).mean(0), 1e-5)
-        for name, slope in {"simclr": 1 / 0.5, "ot": 1 / 0.5 + 1 / 0.4, "simple": 0, "hard": 1 / 0.5}.items():
-            x, force = drawn["gradient"][name]
-            shares = np.exp(slope * x) * (x >= x[14] if name == "hard" else 1)  # of candidates, rising
-            close(force, shares / shares.sum(), 1e-5)
+            found = numpy(drawn["trained encoder"][name][1])
+            close(found, np.histogram(some, 8, (-1, 1))[0] / len(some), 1e-6)
+
+    def test_a_map_keeps_clusters_apart(self, tmp_path, monkeypatch):
+        figures = []
+        monkeypatch.setattr(train, "save", lambda figure, *_: figures.append(figure))
+        labels = torch.arange(120) % 3
+        z = hardneg.unit(torch.eye(6)[labels] + 0.1 * torch.randn(120, 6, generator=seeded(0)))
+        train.draw_map(tmp_path, z, labels, ["a", "b", "c"], 5)
+        a, b, c = (points.get_offsets().data for points in figures[0].axes[0].collections)
+        for one, other in ((a, b), (b, c), (c, a)):
+            apart = np.linalg.norm(one.mean(0) - other.mean(0))
+            assert apart > 2 * max(np.linalg.norm(x - x.mean(0), axis=1).mean() for x in (one, other))
+
+    def test_help(self, capsys):
+        """That of the flags that matter first fits two screens."""
+        for flag, least, most in (("--help", 30, 60), ("--help-all", 80, 200)):
+            with pytest.raises(SystemExit) as stop:
+                train.main([flag])
+            assert stop.value.code in (0, None) and least < len(capsys.readouterr().out.splitlines()) < most
+
+    @pytest.mark.parametrize("words, said", [
+        ("--loss simclr --beta 2", "--beta has no effect"),
+        ("--loss hcl --alpha .3", "--alpha has no effect"), ("--margin 1", "--margin"),
+        ("--loss triplet --temperature 1", "--temperature"), ("--bound .1", "--bound"),
+        ("--queue-size 9", "--queue-size"), ("--no-pairs", "--no-pairs"), ("--momentum .5", "--momentum"),
+        ("--loss simple --weights tilted --temperature 1", ""), ("--compare hcl hard --alpha .3", ""),
+        ("--compare hcl ot --alpha .3", "--alpha"), ("--loss ppcl --tau-plus .1", "")])
+    def test_flags_without_effect_are_said(self, words, said, tmp_path, monkeypatch, capsys):
+        monkeypatch.setattr(train, "read", lambda *_: 1 / 0)
+        quit_with([*words.split(), "--out", tmp_path], capsys, say=(found := []))
+        assert bool(said) == ("no effect" in found[0]) and said in found[0]
+
     @pytest.mark.parametrize("words, complaint", [
         ("--loss hrad", "did you mean hard?"), ("--tempreature 1", "did you mean --temperature?"),
         ("--los hcl", "did you mean --loss?"), ("--alpha much", "--alpha"), ("--lr nan", "lr is nan"),
-        ("--data no/such/folder", "data is no/such/folder"), ("--resume --out no-such-run", "no-such-run"),
-        ("--method diffhard --objective simple", "objective is simple"), ("--device abacus", "abacus"),
-        ("--method bank --true-positives", "true_positives is on"), (f"--out {__file__}/run", "/run")])
-    def test_mistakes_are_named(self, words, complaint, tmp_path, monkeypatch, capsys, small_shapes):
+        ("--lr 0", "lr is 0"), ("--lr -1", "lr is -1"), ("--epochs 0", "epochs is 0"),
+        ("--epochs 1.5", "--epochs"), ("--epochs many", "--epochs"), ("--batch-size 1", "batch_size is 1"),
+        ("--micro-batch 0", "micro_batch is 0"), ("--temperature 0", "temperature is 0"),
+        ("--temperature nan", "temperature is nan"), ("--tau-plus 1", "tau_plus is 1"),
+        ("--beta -1", "beta is -1"), ("--alpha 0", "alpha is 0"), ("--alpha 1.1", "alpha is 1.1"),
+        ("--epsilon 0", "epsilon is 0"), ("--margin -1", "margin is -1"), ("--kappa inf", "kappa is inf"),
+        ("--cost l1", "--cost"), ("--weights hard", "--weights"), ("--objective infonce", "--objective"),
+        ("--method moco", "--method"), ("--encoder resnet", "mean resnet"),
+        ("--recipe adam", "did you mean adamw?"), ("--fraction 0", "--fraction is 0"),
+        ("--fraction 2", "--fraction"), ("--size 4", "--size is 4"),
+        ("--method bank --momentum 1", "momentum is 1"), ("--method queue --queue-size 0", "size is 0"),
+        ("--method clae --bound 1", "bound is 1"), ("--method diffhard --size 24", "size is 24"),
+        ("--method diffhard --width 0", "width is 0"), ("--method diffhard --pretrain -1", "pretrain is -1"),
+        ("--method diffhard --every 0", "every is 0"),
+        ("--method diffhard --objective simple", "objective is simple"), ("--seeds 0", "--seeds is 0"),
+        ("--device abacus", "try --device cpu"), ("--device cuda:77", "try --device cpu"),
+        ("--compare", "--compare"), ("--method bank --true-positives", "true_positives is on"),
+        ("hard", "unrecognized"), ("--resume --out no-such-run", "no-such-run"),
+        ("--evaluate no-such-run", "no-such-run"), ("--export no-such-run x.pt2", "no-such-run"),
+        ("--export no-such-run", "--export")])
+    def test_mistakes_are_named(self, words, complaint, tmp_path, monkeypatch, capsys):
+        """In one line and before anything is read; with exit code 2."""
         monkeypatch.chdir(tmp_path)  # runs/ may hold a finished run
-        assert complaint in quit_with([*words.split(), "--fraction", "0.1"], capsys)
-        assert not Path("no-such-run").exists()
+        monkeypatch.setattr(train, "read", lambda *_: 1 / 0)
+        said = quit_with(words.split(), capsys)
+        assert said.startswith("2 train.py: ") and complaint in said and said.count("\n") == 1
+        assert not list(tmp_path.iterdir())
+    @pytest.mark.parametrize("words, complaint", [
+        ("--data no/such/folder", "data is no/such/folder"), (f"--out {__file__}/run", "/run"),
+        ("--method queue --queue-size 800", "--queue-size is 800"), ("--data .", "data is .")])
+    def test_what_the_data_shows(self, words, complaint, tmp_path, monkeypatch, capsys, small_shapes):
+        monkeypatch.chdir(tmp_path)
+        said = quit_with(words.split(), capsys)
+        assert said.startswith("train.py: ") and complaint in said and "\n" not in said
 
 README, MORE = ((HERE / folder / "README.md").read_text() for folder in (".", "benchmarks"))
 

@@ -1,27 +1,38 @@
 """Train an encoder without labels and measure what it has learned: python train.py --loss hard --alpha 0.3
 
-Prints how well raw pixels, the untrained and the trained encoder tell the classes apart; writes results.json,
-curves.png and checkpoint.pt. Sections: arguments, main and run, images, evaluation and results, pictures.
+Prints how well raw pixels, the untrained and the trained encoder tell the classes apart; writes report.html,
+results.json and checkpoint.pt. Sections: arguments, main and run, images, evaluation and report, pictures.
 """
 import argparse
+import base64
 import contextlib
 import difflib
+import html
 import io
 import itertools
 import json
 import math
 import os
 import re
+import shlex
+import signal
 import statistics
+import string
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import NamedTuple
 
+try:
+    import fcntl
+except ImportError:  # on Windows, two runs in one folder go unnoticed
+    fcntl = None
+import numpy as np
 import torch
 import torchvision
 from matplotlib import pyplot as plt
+from PIL import Image, ImageOps
 from torchvision import datasets
 from torchvision.transforms import functional as T
 from tqdm import tqdm
@@ -37,12 +48,16 @@ OF_LOSSES = {  # the best of four settings each, on the shapes: benchmarks/defau
 OF_METHODS = {"bank": {"momentum": 0.8}}
 OF_RECIPES = {("bank", "adamw"): {"epochs": 24, "batch_size": 64, "lr": 2e-3}}
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
-NOT_OF_THE_RUN = ("out", "resume", "device", "root", "pictures", "evaluate", "workers", "compare", "seeds",
-                  "overwrite")
+FREE = "out resume device root report evaluate workers compare seeds overwrite export command".split()
+PATHS = ("root", "out")
+EFFECTS = {  # flags: the weights, objectives and methods on which they act
+    "temperature": "tilted nce ppcl decoupled", "tau_plus": "nce ppcl decoupled", "beta anneal": "tilted",
+    "epsilon cost kappa": "transported", "alpha lead_in": "top", "margin": "triplet", "bound": "clae",
+    "queue_size": "queue", "momentum": "bank queue diffhard",
+    "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard"}
+FIRST = "loss temperature alpha method data encoder epochs out compare help_all".split()  # flags of --help
 FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
-PICTURES = [f"{name}.png" for name in
-            "separation gradient weights neighbours nearest uniformity histograms".split()]
-
+PICTURES = "curves", "nearest", "map", "histograms", "pairs"
 
 class Parser(argparse.ArgumentParser):
     """Say a mistake in one line, with the nearest word that would work, and end with exit code 2."""
@@ -55,16 +70,17 @@ class Parser(argparse.ArgumentParser):
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"train.py: {message}\n")
 
-
 def arguments(argv=None):
     """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
     parser = Parser(
-        description=__doc__.split("\n")[0], allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage="python train.py [flags]", description=__doc__.split("\n")[0], allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter, add_help=False,
         epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
     yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
     own = lambda key: "None: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
+    parser.add_argument("--help", "-h", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--help-all", action="store_true", help="explain all flags")
     add = parser.add_argument_group("loss").add_argument
     add("--loss", choices=hardneg.PRESETS, help="weights and objective; None: hcl, or ppcl for diffhard")
     add("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives; None: those of the loss")
@@ -87,7 +103,7 @@ def arguments(argv=None):
         "folder: one folder of images per class, train/ and test/ that hold such folders, or images alone")
     add("--root", default="data", metavar="DIR", help="where torchvision's sets are, or are downloaded to")
     add("--fraction", **real, default=1.0, help="share of each class to train on, in (0, 1]")
-    add("--workers", **whole, help="processes that read a folder during training; None: read it once")
+    add("--workers", **whole, help="processes that decode a folder's images; None: as many as cores, if many")
     add("--size", **whole, help="side of images in pixels; None: their own, in a folder at most 96")
     add = parser.add_argument_group("training").add_argument
     add("--method", default="simclr", choices=METHODS, help="candidates: simclr, the batch; bank, a row per "
@@ -106,13 +122,14 @@ def arguments(argv=None):
     add("--seed", **whole, default=0, help="of weights, order and views")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
     add("--out", type=Path, metavar="DIR", help="output folder; None: runs/DATA-METHOD-LOSS-SEED")
-    add("--pictures", **no, help="also draw what the encoder has learned")
+    add("--report", **yes, help="end with pictures of what the encoder has learned, in DIR/report.html")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
     add("--overwrite", **no, help="replace a finished run in DIR")
     add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS,
         help="train with each of these losses, other options alike, and say which differences hold")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
     add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
+    add("--export", nargs=2, type=Path, metavar=("RUN", "FILE"), help="only write RUN's encoder to FILE.pt2")
     add = parser.add_argument_group("diffhard [3]").add_argument
     add("--pairs", **yes, help="two images of a latent, by G and its slow copy, are positives; no: G+Hard")
     add("--ascent", **yes, help="the generator ascends the encoder's loss; no: G+Pos, without pairs CL-GAN")
@@ -124,111 +141,187 @@ def arguments(argv=None):
     add("--ascent-lr", **real, default=1e-4, help="peak rate of the ascent: higher makes images harder")
 
     args = parser.parse_args(argv)
+    if args.help or args.help_all:
+        for action in parser._actions:
+            action.help = action.help if args.help_all or action.dest in FIRST else argparse.SUPPRESS
+        parser.exit(print(parser.format_help()))
+    del args.help, args.help_all
+    args.command = shlex.join(["python", "train.py", *(sys.argv[1:] if argv is None else argv)])
     game = args.method == "diffhard"
     args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
-    if game and args.pairs and args.objective is None and hardneg.PRESETS[args.loss][1] == "nce":
-        args.objective = "ppcl"  # nce knows no generated pairs
+    weights, objective, tau_plus = hardneg.PRESETS[args.loss]
+    args.weights = args.weights or weights
+    if args.objective is None:  # nce knows no generated pairs
+        args.objective = "ppcl" if game and args.pairs and objective == "nce" else objective
     for name, value in {**DEFAULTS, **OF_LOSSES.get(args.loss, {}), **OF_METHODS.get(args.method, {}),
                         **OF_RECIPES.get((args.method, args.recipe), {})}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+    args.tau_plus = tau_plus if args.tau_plus is None else args.tau_plus
     if args.out is None:
         variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
         last = "compare" if args.compare else f"{args.loss}-{args.seed}"
         args.out = Path("runs", f"{Path(args.data).name}-{args.method}{variant}-{last}")
     return args
 
+def effective(args, name):
+    """Tell whether an option has an effect with the weights, the objective and the method of a run."""
+    on = [words.split() for flags, words in EFFECTS.items() if name in flags.split()]
+    return not on or not {args.weights, args.objective, args.method}.isdisjoint(on[0])
 
 def require(fine, name, got, allowed):
     """Raise a ValueError that names an argument, what it is and what it may be."""
     if not fine:
         raise ValueError(f"{name} is {got}; it must be {allowed}")
 
+def first_line(error):
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 # ---- Main and run ------------------------------------------------------------------------------------------
 def main(argv=None):
-    """Run the command; an error in options, data or disk ends it with one line and exit code 1."""
+    """Run the command. An error ends it with one line, and exit code 2 if it is in the options, else 1."""
     argv = sys.argv[1:] if argv is None else argv
     args = arguments(argv)
+    rows = {loss: ["--loss", loss] for loss in args.compare or [args.loss]}
+    runs = [arguments([*argv, *options]) for options in rows.values()] if args.compare else [args]
     try:
-        if args.compare:
-            rows = {loss: ["--loss", loss] for loss in args.compare}
+        for one in runs:
+            check(one)
+    except (ValueError, RuntimeError) as error:
+        Parser().error(str(error))
+    for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
+        name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+        if not any(effective(one, name) for one in runs):
+            print(f"{flag} has no effect with {', '.join(rows)} and method {args.method}")
+    try:
+        if args.export:
+            export(*args.export)
+        elif args.evaluate:
+            transfer(args)
+        elif args.compare:
             compare(rows, argv, range(args.seed, args.seed + args.seeds), args.out)
         else:
-            run(args) if args.evaluate is None else transfer(args)
+            run(args)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
-        sys.exit("\nStopped; the same command goes on from the last saved epoch, if there is one.")
+        sys.exit("\nStopped; the same command goes on from there.")
     except (ValueError, ArithmeticError, RuntimeError, OSError, AssertionError) as error:
         sys.exit(f"train.py: {error}")
 
+def check(args):
+    """Find mistakes in the options before anything slow: build the run for four blank images."""
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device} cannot be used; try --device cpu: {first_line(error)}")
+    given = [args.evaluate, *(args.export or [])[:1]]
+    for folder in [args.out] * bool(args.resume) + given:
+        fine = folder is None or (folder / "checkpoint.pt").exists()
+        require(fine, "the folder of a run", folder, "one that holds checkpoint.pt")
+    finished = (args.out / "results.json").exists() and not (args.overwrite or args.compare or any(given))
+    require(not finished or args.resume is not None, "--out", args.out,
+            "another folder, as the run in it is finished; --overwrite replaces it")
+    require(0 < args.fraction <= 1, "--fraction", args.fraction, "in (0, 1]")
+    require(args.size is None or 8 <= args.size <= 1024, "--size", args.size, "from 8 to 1024 pixels")
+    require(args.micro_batch is None or args.micro_batch >= 1, "micro_batch", args.micro_batch, "at least 1")
+    require(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
+    size = args.size or 32
+    images = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=args.device)
+    labels = torch.arange(4, device=args.device) // 2
+    changed = {"queue_size": min(args.queue_size, 1), "sync_batchnorm": False}
+    build(argparse.Namespace(**{**vars(args), **changed}), Images(images, labels, images, labels, ["a", "b"]))
 
-def run(args, images=None, known=None, bar=None):
-    """Train an encoder as the options say, measure it and save the results.
-
-    One of several runs is given its images, the known rows of raw pixels and untrained encoders, a bar."""
-    group, rank = join(args)
-    finished = (args.out / "results.json").exists() and not args.overwrite and args.resume is None
-    require(not finished, "--out", args.out, "another folder: this run is finished; --overwrite replaces it")
+def build(args, images, group=None):
+    """Make the encoder and its training as the options say."""
     names = (*WEIGHT_OPTIONS, "weights", "objective", "tau_plus", "margin")
     criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in names})
+    encoder = untrained(args.encoder, images, args.seed)
+    if args.sync_batchnorm:
+        encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
+    schedules = {}
+    if args.anneal and args.weights == "tilted":
+        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
+    if args.lead_in and args.weights == "top":
+        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
+    return encoder, hardneg.Training(
+        encoder, images.train, make_method(args, criterion, encoder, images), args.recipe, args.epochs,
+        args.batch_size, args.lr, args.weight_decay, schedules, args.micro_batch, group=group, seed=args.seed)
+
+def run(args, images=None, known=None, bar=None):
+    """Train an encoder, measure it and save the results; one of several runs shares what is given."""
+    group, rank = join(args)
     if rank > 0:
         torch.distributed.barrier()  # the first process downloads, then the others find the files
     images = images or read(args, args.size)
     if group and rank == 0:
         torch.distributed.barrier()
-    encoder = untrained(args.encoder, images, args.seed)
-    if args.sync_batchnorm:
-        encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
-    schedules = {}
-    if args.anneal and criterion.weights == "tilted":
-        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
-    if args.lead_in and criterion.weights == "top":
-        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
-    training = hardneg.Training(
-        encoder, images.train, make_method(args, criterion, encoder, images), args.recipe, args.epochs,
-        args.batch_size, args.lr, args.weight_decay, schedules, args.micro_batch, group=group, seed=args.seed)
-    print(criterion, f"on {training.ranks} processes" if group else "")
-    for name, schedule in schedules.items():
+    encoder, training = build(args, images, group)
+    describe(args, training)
+    same = {name: value for name, value in vars(args).items() if name not in FREE}
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        require(os.access(args.out, os.W_OK), "--out", args.out, "a folder that can be written to")
+    with alone(args.out) if rank == 0 else contextlib.nullcontext():
+        state = restore(args, training, same)
+        if group:
+            torch.distributed.barrier()  # every process has read the checkpoint before one removes it
+        if rank > 0:  # the first process alone measures and writes
+            for _ in training:
+                pass
+            return
+        if state is None:
+            state = begin(args, encoder, images, {} if known is None else known)
+        learn(args, training, state, same, images, bar)
+        rows = {**state["before"], "trained encoder": [evaluate(encoder, images)]}
+        draw_curves(args.out / "curves.png", state["history"])
+        seconds, seen = state["seconds"], len(images.train) * training.epochs
+        options = {k: f"{v}" if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"}
+        facts = {name: options[name] for name in ("loss", "method", "data", "seed")} | {
+            "epochs": training.epochs, "seconds": round(seconds, 1),
+            "images_per_second": round(seen / seconds, 1), "options": options}
+        if args.report:
+            draw_pictures(args, training, images)
+            write_page(args, rows, facts)
+        save_results(args.out / "results.json", rows, facts)
+
+def describe(args, training):
+    """Print the loss with the options that have an effect, its schedules, and its value at chance."""
+    shown = [f"{name} {getattr(args, name)}" for name in ("tau_plus", "margin", *WEIGHT_OPTIONS)
+             if effective(args, name) and getattr(args, name) is not None]
+    print(f"loss {args.loss}: weights {args.weights}, objective {args.objective}, {', '.join(shown)}"
+          + f", on {training.ranks} processes" * (training.ranks > 1))
+    for name, schedule in training.schedules.items():
         part = "first half of the run" if name == "alpha" else "run"
         print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the {part}")
-    if criterion.objective in ("nce", "ppcl") and criterion.weights != "top":
-        n, views = len(images.train), 2 * -(-len(images.train) // training.batches)
+    if args.objective in ("nce", "ppcl") and args.weights != "top":
+        n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
         n = {"bank": n - 1, "queue": args.queue_size, "diffhard": 2 * views - 2}.get(args.method, views - 2)
         print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
-    same = {name: value for name, value in vars(args).items() if name not in NOT_OF_THE_RUN}
-    state = restore(args, training, same)
-    if group:
-        torch.distributed.barrier()  # every process has read the checkpoint before one removes it
-    if rank > 0:  # the first process alone measures and writes
-        for _ in training:
-            pass
-        return
-    args.out.mkdir(parents=True, exist_ok=True)
-    require(os.access(args.out, os.W_OK), "--out", args.out, "a folder that can be written to")
-    if state is None:
-        print("measuring the raw pixels and the untrained encoder …", flush=True)
-        known, own = {} if known is None else known, (args.encoder, args.seed)
-        known["raw"] = known.get("raw") or evaluate(None, images)
-        known[own] = known.get(own) or evaluate(encoder, images)
-        state = {"history": [], "seconds": 0.0, "size": images.train.shape[-1],
-                 "before": {"raw": known["raw"], "untrained": known[own]}}
-        for name in ("checkpoint.pt", "results.json", "evaluate-*", "curves.png", "pairs-*", *PICTURES):
-            for path in list(args.out.glob(name)):
-                print(f"removing {path}, of an earlier run")
-                path.unlink()
-    learn(args, training, state, same, bar)
-    rows = {**state["before"], "trained": evaluate(encoder, images)}
-    draw_curves(args.out / "curves.png", state["history"])
-    report(args.out / "results.json", rows, {
-        **{name: getattr(args, name) for name in ("loss", "method", "data", "seed")},
-        "epochs": training.epochs, "seconds": round(state["seconds"], 1),
-        "images_per_second": round(len(images.train) * training.epochs / state["seconds"], 1),
-        "options": {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}})
-    if args.pictures:
-        draw_pictures(args, training, images, rows)
 
+@contextlib.contextmanager
+def alone(folder):
+    """Keep other runs out of a folder; the lock goes with the process, however it ends."""
+    with open(folder / ".lock", "w") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"--out is {folder}, where another run is at work; name another") from None
+        yield
+
+def begin(args, encoder, images, known):
+    """Remove what an earlier run left, measure what needs no training → the state of a run."""
+    for name in ("checkpoint.pt", "results.json", "report.html", "evaluate-*", "*.png", "*.part"):
+        for path in list(args.out.glob(name)):
+            print(f"removing {path}, of an earlier run")
+            path.unlink()
+    print("measuring the raw pixels and the untrained encoder …", flush=True)
+    own = args.encoder, args.seed
+    known["raw"] = known.get("raw") or evaluate(None, images)
+    known[own] = known.get(own) or evaluate(encoder, images)
+    return {"history": [], "seen": [], "seconds": 0.0, "size": images.train.shape[-1],
+            "before": {"raw pixels": [known["raw"]], "untrained encoder": [known[own]]}}
 
 def join(args):
     """Join torchrun's processes → process group, rank; None, 0 for a process on its own."""
@@ -242,17 +335,15 @@ def join(args):
         sys.stdout = open(os.devnull, "w")
     return torch.distributed.group.WORLD, torch.distributed.get_rank()
 
-
 def read(args, size):
     """Read the images that the options name, and say what they are."""
     print(f"reading {args.data} …", flush=True)
-    images = load(args.data, args.root, size, args.fraction, workers=args.workers).to(args.device)
-    size = images.train.shape[-1]
-    classes = f"{len(images.classes)} classes" if images.classes else "no classes: no accuracies"
+    *images, classes = load(args.data, args.root, size, args.fraction, workers=args.workers)
+    images = Images(*(x.to(args.device) for x in images), classes)
+    size, kinds = images.train.shape[-1], f"{len(classes)} classes" if classes else "no classes or accuracies"
     print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-          f"{classes}, {size} × {size} pixels, on {args.device}", flush=True)
+          f"{kinds}, {size} × {size} pixels, on {args.device}", flush=True)
     return images
-
 
 def untrained(name, images, seed):
     """Make the encoder that a run with this seed begins with."""
@@ -260,12 +351,13 @@ def untrained(name, images, seed):
     encoder = hardneg.Encoder(name, size=images.train.shape[-1])
     return encoder.to(images.train.device, memory_format=torch.channels_last)
 
-
 def make_method(args, criterion, encoder, images):
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
     momentum = 0.99 if args.momentum is None else args.momentum
+    fine = args.method != "queue" or args.queue_size < max(2, len(train))
+    require(fine, "--queue-size", args.queue_size, f"below the number of training images, {len(train)}")
     require(args.method == "simclr" and images.classes or not args.true_positives, "true_positives", "on",
             "off, but for simclr on images with classes")
     partners = (train, images.train_labels) if args.true_positives else None
@@ -280,58 +372,96 @@ def make_method(args, criterion, encoder, images):
         "diffhard": lambda: hardneg.DiffHard(criterion, game(), views),
     }[args.method]()
 
-
 def restore(args, training, same):
-    """Bring the training to the last saved epoch → the state of the run; None if the run begins anew."""
+    """Bring the training to where it was stopped → the state of the run; None if the run begins anew."""
     stopped = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
     if args.overwrite or args.resume is False or args.resume is None and not stopped:
         return None
-    state = read_checkpoint(args.out, args.device)
-    other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same.get(k)]
-    require(not other, "--out", args.out, f"another folder, or --no-resume discards the run in it: {other}")
-    training.load_state_dict(state["training"])
+    try:
+        state = read_checkpoint(args.out, args.device)
+        other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same.get(k)]
+        require(not other, "--out", args.out, f"another folder, as the run in it has other options: {other}")
+        training.load_state_dict(state["training"])
+    except ValueError as error:
+        raise ValueError(f"{error}; --no-resume begins anew") from error
     print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
     return state
 
-
 def read_checkpoint(folder, device):
-    """Read the checkpoint of a run; ValueError if it is missing or broken."""
+    """Read the checkpoint of a run; ValueError if it is missing, broken or of another program."""
+    path = folder / "checkpoint.pt"
     try:
-        return torch.load(folder / "checkpoint.pt", map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True)
+        foreign = [name for name in ("args", "training", "before", "history", "seen") if name not in state]
     except Exception as error:  # broken files raise exceptions of many types
-        raise ValueError(f"no checkpoint in {folder} can be read ({error}); try --no-resume") from error
+        raise ValueError(f"{path} cannot be read ({first_line(error)})") from error
+    require(not foreign, path, f"without {foreign}", "a checkpoint of this program")
+    return state
 
+def write(path, content):
+    """Write a file, text or a function of the open file, whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            content(file) if callable(content) else file.write(content.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+        part.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written ({first_line(error)})") from error
 
-def learn(args, training, state, same, bar=None):
-    """Train to the end with a progress bar; after each epoch save all that is needed to continue."""
-    path, n, pretrain = args.out / "checkpoint.pt", len(training.images), training.method.pretrain
-    epoch, seen, start = training.epoch, [], time.perf_counter()
-    total, own = n * (pretrain + training.epochs), bar is None
-    with tqdm(total=total, unit=" images") if own else contextlib.nullcontext(bar) as bar:
-        bar.update(n * (pretrain + epoch))
+@contextlib.contextmanager
+def stoppable(active):
+    """Collect Ctrl-C and SIGTERM in a list, for a loop to stop between steps; the second stops at once."""
+    asked, before = [], {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if active}
+    def ask(number, _):
+        asked.append(number)
+        signal.signal(number, before[number])
+    try:
+        for number in before:
+            signal.signal(number, ask)
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+def learn(args, training, state, same, images, bar=None):
+    """Train to the end with a progress bar; after each epoch and when stopped, save all that a run needs."""
+    n, start, seen = len(training.images), time.perf_counter(), state["seen"]
+    total, own, few = n * (training.method.pretrain + training.epochs), bar is None, at_most(images, 1000)
+
+    def save():
+        nonlocal start
+        state["seconds"] += time.perf_counter() - start
+        state["seen"] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
+        everything = {**state, "args": same, "training": training.state_dict()}
+        write(args.out / "checkpoint.pt", lambda file: torch.save(everything, file))
+        start = time.perf_counter()
+
+    with (tqdm(total=total, unit=" images") if own else contextlib.nullcontext(bar) as bar,
+          stoppable(training.ranks == 1) as stop):
+        bar.update(n * (training.method.pretrain + training.epoch) + n * training.done // training.batches)
         bar.unpause()  # what was done before says nothing of the speed
         for progress in training:
             seen.append(progress)
             if bar.update(progress["images"]) and "loss" in progress:  # sometimes: it waits for the device
                 bar.set_postfix_str(f"loss {float(progress['loss']):.3f}")
-            if training.epoch == epoch:
-                continue
-            epoch = training.epoch
-            values = {name: [float(step[name]) for step in seen if name in step] for name in FIGURES}
-            means = {name: sum(some) / len(some) for name, some in values.items() if some}
-            state["history"].append({"epoch": epoch, **means})
-            state["seconds"] += time.perf_counter() - start
-            if args.method == "diffhard":
-                draw_pairs(args, training)
-            torch.save({**state, "args": same, "training": training.state_dict()}, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)  # a kill leaves the old file or the new one, whole
-            seen, start = [], time.perf_counter()
-
+            if training.done == 0:
+                values = {name: [float(step[name]) for step in seen if name in step] for name in FIGURES}
+                means = {name: sum(some) / len(some) for name, some in values.items() if some}
+                seen.clear()
+                if training.epoch % -(-training.epochs // 10) == 0 and images.classes:
+                    means |= evaluate(training.encoder, few, ("knn",))
+                state["history"].append({"epoch": training.epoch, **means})
+                save()
+            elif stop:
+                save()
+            if stop:
+                raise KeyboardInterrupt
 
 def compare(rows, argv, seeds, out):
-    """Train with the options of each row, {name: options}, and each seed; print, draw and save the results.
-
-    argv: options of all. A run that has its results in out is not repeated; a stopped one goes on."""
+    """Train with the options of all and of each row, {name: options}, and each seed, what is not done yet."""
     plan = {(name, seed): arguments([*argv, *options, "--seed", f"{seed}", "--out", f"{out / name}-{seed}"])
             for seed in seeds for name, options in rows.items()}
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
@@ -349,44 +479,35 @@ def compare(rows, argv, seeds, out):
             results = json.loads((args.out / "results.json").read_text())
             wanted = json.loads(json.dumps(vars(args), default=str))
             other = [f"--{k.replace('_', '-')} {v}" for k, v in results["options"].items()
-                     if k not in NOT_OF_THE_RUN and v != wanted.get(k)]
+                     if k not in FREE and v != wanted.get(k)]
             require(not other, "--out", out, f"another folder: {args.out} has a run with {', '.join(other)}")
-            results["options"] = {k: v for k, v in results["options"].items() if k not in ("root", "out")}
+            results["options"] = {k: v for k, v in results["options"].items() if k not in PATHS}
             found[name].append(results)  # without paths, so that it can be published
-    (out / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(out / "compare.json", json.dumps(found, indent=1) + "\n")
     draw_comparison(out / "compare.png", found)
     print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, all runs")
-
 
 def spread(values, digits=1):
     """Write mean ± standard deviation; the mean alone for one value."""
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 
-
 def by_accuracy(found):
     """Sort the names of {name: results of each seed}, the best first."""
     return sorted(found, key=lambda name: -statistics.mean(r["linear"] or 0 for r in found[name]))
 
-
 def table_of(found):
-    """Write {name: results of each seed} as a Markdown table of means ± standard deviations."""
-    some = next(iter(found.values()))
-    shown = {figure: digits for figure, (_, _, digits) in COLUMNS.items() if some[0][figure] is not None}
-    rows = {f"`{name}`": found[name] for name in by_accuracy(found)}
-    if "linear" in shown:
+    """Write {name: results of each seed} as a Markdown table, the best first."""
+    rows, some = {f"`{name}`": found[name] for name in by_accuracy(found)}, next(iter(found.values()))
+    if some[0]["linear"] is not None:
         rows |= {"untrained encoder": [r["untrained"] for r in some], "raw pixels": [some[0]["raw"]]}
-    lines = [["", *(COLUMNS[figure][0] for figure in shown)], ["---"] * (len(shown) + 1)]
-    lines += [[name, *(spread([r[figure] for r in results], digits) if figure in results[0] else ""
-                       for figure, digits in shown.items())] for name, results in rows.items()]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
+    heading, *lines = cells(rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines))
 
 def difference(one, other, figure="linear"):
     """Return the mean difference of two lists of results, paired by seed, and its standard error."""
     gaps = [a[figure] - b[figure] for a, b in zip(one, other)]
     return statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
-
 
 def verdict(found):
     """Say which differences of linear accuracy exceed twice their standard error."""
@@ -401,7 +522,6 @@ def verdict(found):
     return (f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
             f"{', '.join(held) or 'none'}. They do not: {', '.join(others) or 'none'}.")
 
-
 def transfer(args):
     """Measure the encoder of a run on other images: only the readout is trained. Ref: [3] Tables 3, 4"""
     state = read_checkpoint(args.evaluate, args.device)
@@ -409,27 +529,35 @@ def transfer(args):
     print(f"{was['encoder']} of {args.evaluate}, after {epochs} epochs of training on {was['data']}")
     images = read(args, state["size"])
     encoder = untrained(was["encoder"], images, was["seed"])
-    rows = {"raw": evaluate(None, images), "untrained": evaluate(encoder, images)}
+    rows = {"raw pixels": [evaluate(None, images)], "untrained encoder": [evaluate(encoder, images)]}
     encoder.load_state_dict(state["training"]["encoder"])
-    rows["trained"] = evaluate(encoder, images)
+    rows["trained encoder"] = [evaluate(encoder, images)]
     name = Path(args.data).name + f"-{args.fraction:g}" * (args.fraction < 1)
-    facts = {"run": str(args.evaluate), "trained_on": was["data"], "epochs": epochs, "data": args.data}
-    report(args.evaluate / f"evaluate-{name}.json", rows, {**facts, "fraction": args.fraction})
+    save_results(args.evaluate / f"evaluate-{name}.json", rows, {
+        "run": str(args.evaluate), "trained_on": was["data"], "epochs": epochs, "data": args.data,
+        "fraction": args.fraction})
 
+def export(run, path):
+    """Write the encoder of a run as a program for torch.export.load, which needs no code of this project."""
+    require(path.suffix == ".pt2", "--export", path, "a file that ends in .pt2")
+    state = read_checkpoint(run, "cpu")
+    encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
+    encoder.load_state_dict(state["training"]["encoder"])
+    example = torch.zeros(2, 3, state["size"], state["size"])
+    program = torch.export.export(encoder.eval(), (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    write(path, lambda file: torch.export.save(program, file))
+    features, z = encoder(example)
+    print(f"{path}: images (n, {', '.join(map(str, example.shape[1:]))}) in [0, 1] → features (n, "
+          f"{features.shape[1]}), embeddings (n, {z.shape[1]})")
 
 # ---- Images: uint8 (n, 3, H, W) ----------------------------------------------------------------------------
 class Images(NamedTuple):
     """Hold a training set and a test set with labels, and the names of the classes."""
-    train: torch.Tensor         # (n, 3, H, W) uint8, or Files
+    train: torch.Tensor         # (n, 3, H, W) uint8
     train_labels: torch.Tensor  # (n,), −1 where there is no label
-    test: torch.Tensor          # (m, 3, H, W) uint8, or Files
+    test: torch.Tensor          # (m, 3, H, W) uint8
     test_labels: torch.Tensor   # (m,)
     classes: list               # of names, empty for images without labels
-
-    def to(self, device):
-        """Return the same images on another device."""
-        return Images(*(x.to(device) for x in self[:-1]), self.classes)
-
 
 def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=None):
     """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
@@ -437,11 +565,10 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     A folder holds one folder of images per class (every fifth image is for the test), or train/ and test/ (or
     val/) of this kind. One without folders of classes holds images without labels, at any depth. size: side
     in pixels; None: their own, in a folder at most 96. fraction: share of each class to train on, in (0, 1].
-    workers: processes that read a folder in training; None: read it once."""
+    workers: processes that decode a folder's images; None: as many as cores, for more than 5000 files."""
     require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
     if data not in ("shapes", *TORCHVISION):
         return from_folder(Path(data), size, fraction, seed, workers)
-    require(workers is None, "workers", workers, f"None for {data}; only a folder is read by workers")
     if data == "shapes":
         sets = [*shapes(8000, seed=seed, size=size or 32), *shapes(2000, seed=seed + 10**6, size=size or 32)]
         images = Images(*sets, list(OUTLINES))
@@ -450,13 +577,11 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     keep = share(images.train_labels, fraction, seed)
     return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
 
-
 def share(labels, fraction, seed):
     """Draw a share of each class, at least one image of it → indices, ascending."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     classes = [order[labels[order] == c] for c in labels.unique()]
     return torch.cat([some[:max(1, round(fraction * len(some)))] for some in classes]).sort().values
-
 
 polygon = lambda a, n: math.cos(math.pi / n) / (a.remainder(2 * math.pi / n) - math.pi / n).cos()
 OUTLINES = {  # class: distance from the centre to the outline in direction a, at most about 1
@@ -472,7 +597,6 @@ OUTLINES = {  # class: distance from the centre to the outline in direction a, a
     "gear": lambda a: 0.8 + 0.2 * torch.tanh(6 * (8 * a).cos()),
 }
 CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
-
 
 def shapes(n=8000, classes=10, seed=0, size=32):
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
@@ -502,7 +626,6 @@ def shapes(n=8000, classes=10, seed=0, size=32):
         images[some] = (noisy.clamp(0, 1) * 255).to(torch.uint8)
     return images, labels
 
-
 TORCHVISION = {  # name: class in torchvision.datasets, arguments of the training set, of the test set
     "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
     "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
@@ -510,7 +633,6 @@ TORCHVISION = {  # name: class in torchvision.datasets, arguments of the trainin
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
-
 
 def from_torchvision(name, root, size):
     """Read one of torchvision's sets from the folder root, or download it → Images."""
@@ -530,7 +652,6 @@ def from_torchvision(name, root, size):
         sets += [x.contiguous(), torch.as_tensor(labels).long()]
     return Images(*sets, [str(c) for c in getattr(found[0], "classes", range(10))])
 
-
 def from_folder(folder, size, fraction, seed, workers):
     """Read a folder of images as torchvision's ImageFolder does, but without hidden folders → Images."""
     require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
@@ -549,13 +670,14 @@ def from_folder(folder, size, fraction, seed, workers):
     train, test = (sum(part, []) for part in parts)  # [(path, label)]
     keep = share(torch.tensor([label for _, label in train]), fraction, seed) if train else []
     for samples in ([train[k] for k in keep], test):
-        require(len(samples) >= 2, "data", folder, "a folder of at least 2 images to train on, and 2 to test")
         paths, labels = [path for path, _ in samples], torch.tensor([label for _, label in samples])
-        size = size or Files(paths, 0)[0].shape[-1]  # of the first image that can be read
-        images = Files(paths, size, workers)
-        sets += [images, labels] if workers is not None else images.read(labels)
+        readable = (image for _, image in map(Files(paths, 0).__getitem__, range(len(paths)))
+                    if torch.is_tensor(image))
+        size = size or next(readable, torch.empty(32)).shape[-1]  # that of the first image
+        images, whole = decode(paths, size, workers)
+        require(len(whole) >= 2, "data", folder, "a folder with 2 readable images to train on, and 2 to test")
+        sets += [images, labels[whole]]
     return Images(*sets, classes)
-
 
 def unlabelled(folder):
     """List the images at any depth of a folder, but not in hidden folders → [(path, −1)]."""
@@ -563,10 +685,17 @@ def unlabelled(folder):
              if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
     return [(str(path), -1) for path in paths if path.suffix.lower() in datasets.folder.IMG_EXTENSIONS]
 
-
 def read_image(path, size):
     """Read the middle of an image, (3, size, size); size 0: its own if square and ≤ 96, else 32, 64 or 96."""
-    picture = datasets.folder.default_loader(path)
+    with Image.open(path) as picture:
+        picture.draft("RGB", (2 * size or 192,) * 2)  # much larger JPEG files are read faster
+        picture = ImageOps.exif_transpose(picture)  # as the camera was held
+        if picture.mode[0] == "I":  # 16 bits of grey
+            picture = Image.fromarray(np.uint8(np.asarray(picture) // 257))
+        if picture.has_transparency_data:
+            rgba = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
+        picture = picture.convert("RGB")
     if size == 0:
         s = min(picture.size) // 2 * 2
         size = s if max(picture.size) <= min(96, s + 1) else 32 if s < 64 else 64 if s < 96 else 96
@@ -574,130 +703,148 @@ def read_image(path, size):
         picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
     return T.pil_to_tensor(picture)
 
-
 class Files(torch.utils.data.Dataset):
-    """Stand in for a tensor uint8 (n, 3, size, size): image files that worker processes read when needed.
-
-    `len`, `shape`, `device`, `to`, `split` are those of the tensor. files[indices] are these files, unread;
-    files[k] with an int is image k. The next readable file replaces a broken one, which a warning names."""
-
-    def __init__(self, paths, size, workers=None, device="cpu"):
-        require(workers is None or workers in range(1000), "workers", workers, "None or 0, 1, 2, … processes")
-        self.paths, self.workers, self.device, self.broken = list(paths), workers, torch.device(device), {}
-        self.shape = torch.Size((len(self.paths), 3, size, size))
+    """Decode image files: the k-th item is k and the image (3, size, size), or the error if there is one."""
+    def __init__(self, paths, size):
+        self.paths, self.size = paths, size
 
     def __len__(self):
         return len(self.paths)
 
-    def __getitem__(self, index):
-        if not isinstance(index, int):
-            chosen = torch.arange(len(self))[index.cpu() if torch.is_tensor(index) else index]
-            return Files([self.paths[k] for k in chosen.tolist()], self.shape[-1], self.workers, self.device)
-        index = range(len(self))[index]
-        for path in (self.paths[(index + k) % len(self)] for k in range(len(self))):
-            try:
-                return read_image(path, self.shape[-1])
-            except Exception as error:  # broken files raise exceptions of many types
-                if self.workers is not None and path not in self.broken:
-                    warnings.warn(f"{path} cannot be read as an image ({error}); the next one replaces it")
-                self.broken[path] = error
-        raise ValueError(f"data is {self.paths[0]} and others; none of the files can be read as an image")
+    def __getitem__(self, k):
+        try:
+            return k, read_image(self.paths[k], self.size)
+        except Exception as error:  # broken files raise exceptions of many types
+            return k, str(error)
 
-    def to(self, device):
-        return Files(self.paths, self.shape[-1], self.workers, device)
+def decode(paths, size, workers):
+    """Decode files → images uint8 (n, 3, size, size), the places of those; a warning names broken ones."""
+    images, whole, broken = torch.empty(len(paths), 3, size, size, dtype=torch.uint8), [], []
+    workers = workers if workers is not None else os.cpu_count() if len(paths) > 5000 else 0
+    files = torch.utils.data.DataLoader(Files(paths, size), batch_size=None, num_workers=workers,
+                                        generator=torch.Generator())  # keeps the global seed
+    for k, image in tqdm(files, "reading", unit=" files", leave=False, delay=2):
+        if torch.is_tensor(image):
+            images[len(whole)] = image
+            whole.append(k)
+        else:
+            broken.append(f"{paths[k]} ({image})")
+    if broken:
+        warnings.warn(f"{len(broken)} of {len(paths)} files cannot be read and are left out: "
+                      f"{', '.join(broken[:5])}{' …' * (len(broken) > 5)}")
+    return images[:len(whole)], whole
 
-    def split(self, size):
-        return self.batches(torch.arange(len(self)).split(size))
-
-    def batches(self, indices):
-        """Yield the images of each index tensor in turn, uint8 on the device; workers read ahead."""
-        for images in torch.utils.data.DataLoader(
-                self, batch_sampler=[index.tolist() for index in indices], num_workers=self.workers or 0,
-                pin_memory=self.device.type == "cuda", generator=torch.Generator()):  # keeps the global seed
-            yield images.to(self.device, non_blocking=True)
-
-    def read(self, labels):
-        """Read all files now, without the broken ones → images, labels; a warning names five of those."""
-        images = torch.cat(list(self.split(500)))
-        if self.broken:
-            named = ", ".join(f"{path} ({error})" for path, error in list(self.broken.items())[:5])
-            warnings.warn(f"{len(self.broken)} of {len(self)} files cannot be read and are left out: {named}")
-        good = torch.tensor([path not in self.broken for path in self.paths])
-        return images[good], labels[good]
-
-
-# ---- Evaluation and results --------------------------------------------------------------------------------
-COLUMNS = {"linear": ("linear %", 10, 1), "knn": ("kNN %", 10, 1), "uniformity": ("uniformity", 12, 2),
-           "tolerance": ("tolerance", 12, 2)}  # heading, width, digits
+# ---- Evaluation and report ---------------------------------------------------------------------------------
+COLUMNS = {"linear": ("linear %", 1), "knn": ("kNN %", 1), "uniformity": ("uniformity", 2),
+           "tolerance": ("tolerance", 2)}  # heading, digits
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
+PAGE = string.Template("""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem; color: #222 }
+h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% } div { overflow-x: auto }
+td { padding: .1rem .8rem .1rem 0; white-space: nowrap } pre { white-space: pre-wrap; background: #eee }
+</style>
+<h1>$title</h1><p>$summary</p><div><table>$table</table></div>
+<p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200 nearest (kNN).
+Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean cosine within a class.</p>
+$pictures
+<h2>The command that repeats this run</h2><pre>$command</pre>
+<h2>Options</h2><div><table>$options</table></div></html>
+""")
 
+def at_most(images, n):
+    """Take some 2n images, an equal share of each class."""
+    some, others = (share(labels.cpu(), min(1, n / len(labels)), 0) for labels in (images[1], images[3]))
+    return Images(images[0][some], images[1][some], images[2][others], images[3][others], images[4])
 
-def evaluate(encoder, images):
+def evaluate(encoder, images, figures=tuple(COLUMNS)):
     """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
     labelled = (images.train_labels >= (0 if images.classes else -1)).nonzero()[:, 0]
     fraction = min(1, READOUT / max(1, len(labelled)))
-    some = labelled[share(images.train_labels[labelled].cpu(), fraction, 0).to(labelled.device)]
+    some = labelled.cpu()[share(images.train_labels[labelled].cpu(), fraction, 0)]
     pool = torch.nn.AdaptiveAvgPool2d(min(32, images.test.shape[-1]))
     pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
     (train, _), (test, z) = (hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
                              for x in (images.train[some], images.test))
-    sets, figures = (train, images.train_labels[some], test, images.test_labels), {}
-    if images.classes:
-        figures = {"linear": hardneg.linear_readout(*sets), "knn": hardneg.knn_accuracy(*sets),
-                   "tolerance": float(hardneg.tolerance(z, images.test_labels))}
-    return {**dict.fromkeys(("linear", "knn", "tolerance"), math.nan), **figures,
-            "uniformity": float(hardneg.uniformity(z))}
+    labels = images.test_labels
+    sets = train, images.train_labels[some], test, labels
+    known = {"uniformity": lambda: hardneg.uniformity(z), "tolerance": lambda: hardneg.tolerance(z, labels),
+             "linear": lambda: hardneg.linear_readout(*sets), "knn": lambda: hardneg.knn_accuracy(*sets)}
+    return {name: float(known[name]()) for name in figures if images.classes or name == "uniformity"}
 
+def cells(rows):
+    """Write {name: figures of each run} as lists of strings, the heading first, without empty columns."""
+    shown = {k: column for k, column in COLUMNS.items() if next(iter(rows.values()))[0].get(k) is not None}
+    lines = [[name, *(spread([run[k] for run in runs], digits) if k in runs[0] else ""
+                      for k, (_, digits) in shown.items())] for name, runs in rows.items()]
+    return [["", *(heading for heading, _ in shown.values())], *lines]
 
-def report(path, rows, facts):
+def save_results(path, rows, facts):
     """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
-    shown = {name: c for name, c in COLUMNS.items() if not math.isnan(rows["trained"][name])}
-    print(f"\n{'':18}" + "".join(f"{heading:>{width}}" for heading, width, _ in shown.values()))
-    for name, row in rows.items():
-        cells = "".join(f"{row[k]:{width}.{digits}f}" for k, (_, width, digits) in shown.items())
-        print(f"{'raw pixels' if name == 'raw' else f'{name} encoder':18}{cells}")
-    number = lambda value, digits: None if math.isnan(value) else round(value, digits)
-    trained = {name: number(v, 4) for name, v in rows["trained"].items()}
-    others = {name: {k: number(rows[name][k], 2) for k in ("linear", "knn")} for name in ("untrained", "raw")}
+    print()
+    for name, *line in cells(rows):
+        print(f"{name:18}" + "".join(f"{cell:>12}" for cell in line))
+    known = {name.split()[0]: {k: round(runs[0][k], 4) if k in runs[0] else None for k in COLUMNS}
+             for name, runs in rows.items()}
+    trained = known.pop("trained")
+    others = {name: {k: row[k] for k in ("linear", "knn")} for name, row in known.items()}
     versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, torchvision)}
-    path.write_text(json.dumps({**facts, **trained, **others, "versions": versions}, indent=2) + "\n")
+    write(path, json.dumps({**facts, **trained, **others, "versions": versions}, indent=2) + "\n")
     print(f"saved in {path}")
 
+def write_page(args, rows, facts):
+    """Write report.html: the table, the pictures with their captions, the command and the options."""
+    text = lambda x: html.escape(str(x))
+    table = lambda lines: "".join(f"<tr>{''.join(f'<td>{text(cell)}' for cell in line)}" for line in lines)
+    pictures = ""
+    for path in (args.out / f"{name}.png" for name in PICTURES):
+        if path.exists():
+            with Image.open(path) as image:
+                title, caption = image.text["Title"], image.text["Description"]
+            data = base64.b64encode(path.read_bytes()).decode()
+            pictures += (f'<h2>{text(title)}</h2><p>{text(caption)}</p>'
+                         f'<img alt="{text(title)}" src="data:image/png;base64,{data}">\n')
+    summary = (f"{args.method}, {facts['epochs']} epochs in {facts['seconds']:.0f} s, "
+               f"{facts['images_per_second']:.0f} images/s on {args.device}, seed {args.seed}.")
+    write(args.out / "report.html", PAGE.substitute(
+        title=text(f"{args.loss} on {Path(args.data).name}"), summary=text(summary), table=table(cells(rows)),
+        pictures=pictures, command=text(args.command), options=table(facts["options"].items())))
+    print(f"pictures and options in {args.out / 'report.html'}")
 
 # ---- Pictures ----------------------------------------------------------------------------------------------
 plt.switch_backend("Agg")  # needs no screen
 plt.style.use("tableau-colorblind10")
 
-
-def draw(path, title, caption, panels, own=None, **look):
-    """Draw panels side by side, {title: {name: (x, y)} or an image (3, H, W)}; the line of `own` is thick."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(9, 5.5), squeeze=False, layout="constrained")
-    for axis, (name, content) in zip(axes[0], panels.items()):
-        if torch.is_tensor(content):
-            axis.imshow(content.permute(1, 2, 0).cpu())
-            axis.axis("off")
-            continue
-        for label, (x, y) in content.items():
-            axis.plot(x, y, ".-", label=label, ms=12 * (len(x) < 20), linewidth=1 + 3 * (label == own))
-        axis.set(title=name, **look)
-        axis.legend()
-    figure.suptitle(title, fontweight="bold")
-    figure.supxlabel(caption, fontsize=10)
-    figure.savefig(path, dpi=120)
+def save(figure, path, title, caption):
+    """Save a figure with its title and caption, which are text in the PNG file, for the report."""
+    text = {"Title": title, "Description": caption}
+    write(path, lambda file: figure.savefig(file, format="png", dpi=120, metadata=text))
     plt.close(figure)
 
+def draw(path, title, caption, panels, **look):
+    """Draw panels of lines side by side, {title: {name: (x, y)}}."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(6, 3.2), squeeze=False, layout="constrained")
+    for axis, (name, content) in zip(axes[0], panels.items()):
+        for label, (x, y) in content.items():
+            axis.plot(np.asarray(x), np.asarray(y), ".-", label=label, ms=12 * (len(x) < 20), linewidth=1)
+        axis.set(title=name, **look)
+        axis.legend()
+    save(figure, path, title, caption)
 
 def draw_curves(path, history):
     """Draw the figures of each epoch; up to epoch 0, the networks of a game train alone."""
-    panels = {"losses": {}, "cosines and shares": {}}
-    for name in FIGURES:
+    panels = {"losses": {}, "cosines and shares": {}, "kNN %": {}}
+    for name in (*FIGURES, "knn"):
         if points := [(h["epoch"], h[name]) for h in history if name in h]:
-            panels["losses" if "loss" in name else "cosines and shares"][name] = tuple(zip(*points))
+            panel = "losses" if "loss" in name else "kNN %" if name == "knn" else "cosines and shares"
+            panels[panel][name] = tuple(zip(*points))
     losses = panels["losses"]["loss"][1]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
-    caption = "As the encoder learns, views of one image (positive) and of others (negative) part."
-    draw(path, title, caption, panels, xlabel="epoch")
-
+    caption = ("Cosines of views of one image (positive) and of others (negative) part during training. "
+               "ess: effective share of negatives; clamped: share of anchors at the floor of debiasing.")
+    draw(path, title, caption, {name: lines for name, lines in panels.items() if lines}, xlabel="epoch")
 
 def draw_comparison(path, found):
     """Draw the linear accuracy of each row, with a point for each seed."""
@@ -711,136 +858,83 @@ def draw_comparison(path, found):
         axis.plot(values, [place] * len(values), "k.", ms=5)
     axis.axvline(statistics.mean(r["untrained"]["linear"] for r in found[order[0]]), color="k", ls=":")
     axis.set(yticks=range(len(order)), yticklabels=order, xlabel="linear readout, % of test images")
-    figure.suptitle(f"{order[-1]} reaches {spread([r['linear'] for r in found[order[-1]]])} %", weight="bold")
-    figure.supxlabel("Bars are means, points seeds, the dotted line the untrained encoder.", fontsize=10)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
+    axis.set_title(f"{order[-1]} reaches {spread([r['linear'] for r in found[order[-1]]])} %")
+    save(figure, path, "Comparison", "Bars are means, points seeds, the dotted line the untrained encoder.")
 
 def draw_pairs(args, training, n=42):
-    """Draw images of the same latents by the generator and its slow copy, at three times of a game."""
-    when = {0: "start", training.epochs // 2: "middle", training.epochs: "end"}.get(training.epoch)
-    if when is None:
-        return
-    game = training.method.game.eval()  # so that drawing changes nothing
-    z = game.latents(n, torch.Generator(training.images.device).manual_seed(args.seed))
+    """Draw images of the same latents by the generator and its slow copy, at the end of a game."""
+    game = training.method.game.eval()
+    z = game.latents(n, torch.Generator(args.device).manual_seed(args.seed))
     with torch.no_grad():
         images = [game.G(z), game.G_ema(z)]
     one, other = (hardneg.embed(training.encoder, x)[1] for x in images)
-    title = f"Generated images at the {when}: mean cosine of a pair {(one * other).sum(1).mean():.2f}"
-    caption = "Side by side, images of one latent by the generator and by its slow copy, six pairs in a row."
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
-    draw(args.out / f"pairs-{when}.png", title, caption, {"": sheet})
+    axis.imshow(sheet.permute(1, 2, 0).cpu().numpy())
+    axis.axis("off")
+    title = f"Generated images: the mean cosine of a pair is {(one * other).sum(1).mean():.2f}"
+    save(figure, args.out / "pairs.png", title,
+         "Side by side, images of one latent by the generator and by its slow copy, six pairs in a row.")
 
-
-def draw_pictures(args, training, images, rows):
-    """Draw what the encoder has learned, from at most 2000 test images."""
-    out, method, device = args.out, training.method, images.test.device
-    generator = torch.Generator(device).manual_seed(args.seed)
-    some = torch.randperm(len(images.test), generator=generator, device=device)[:2000]
-    test, labels = torch.cat(list(images.test[some].split(500))), images.test_labels[some]
+def draw_pictures(args, training, images):
+    """Draw what the encoder has learned, from some 2000 test images."""
+    _, _, test, labels, classes = at_most(images, 2000)
     encoders = {"untrained": untrained(args.encoder, images, args.seed), "trained": training.encoder}
-    embed = lambda x: {name: hardneg.embed(encoder, x)[1] for name, encoder in encoders.items()}
-    z, views = embed(test), [hardneg.view(test[:512], generator, **method.view_options) for _ in range(2)]
-    options = {name: getattr(args, name) for name in WEIGHT_OPTIONS}
-    losses = {name: hardneg.ContrastiveLoss(name, **options) for name in "simclr hcl ot hard simple".split()}
-    losses[args.loss] = method.criterion
-    draw_separation(out, *map(embed, views))
-    draw_gradient(args, losses)
-    draw_weights(args, losses, z["trained"][:512])
-    draw_nearest(out, z["trained"], labels, test)
-    if images.classes:
-        draw_neighbours(out, z, labels)
-        draw_uniformity(out, rows)
-        draw_histograms(out, z, labels)
-    print(f"{', '.join(name for name in PICTURES if (out / name).exists())} are in {out}/")
+    z = {name: hardneg.embed(encoder, test)[1] for name, encoder in encoders.items()}
+    draw_nearest(args, z, labels, test)
+    draw_map(args.out, z["trained"][::2], labels[::2], classes)
+    if classes:
+        draw_histograms(args.out, z, labels)
+    if args.method == "diffhard":
+        draw_pairs(args, training)
 
+def draw_nearest(args, embeddings, labels, test, columns=7):
+    """Draw images with their nearest others and their weights, before and after. Ref: [2] Fig. 2, 3"""
+    chosen = [(labels == c).nonzero()[0, 0] for c in labels.unique()[:4]]
+    chosen = chosen if len(chosen) > 1 else range(min(4, len(labels)))  # no classes
+    figure, axes = plt.subplots(2 * len(chosen), columns + 1, figsize=(6, 2 * len(chosen)), squeeze=False,
+                                layout="constrained")
+    same = dict.fromkeys(embeddings, 0)
+    for turn, (name, z) in enumerate(embeddings.items()):
+        logits = (z @ z.T / args.temperature).fill_diagonal_(-math.inf)
+        log_w = hardneg.weigh(args.weights, logits, **{k: getattr(args, k) for k in WEIGHT_OPTIONS})
+        for row, anchor in enumerate(map(int, chosen)):
+            nearest = logits[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
+            for axis in axes[2 * row + turn]:
+                axis.axis("off")
+            for axis, k in zip(axes[2 * row + turn], (anchor, *nearest)):
+                false = k != anchor and bool(labels[k] == labels[anchor] >= 0)
+                same[name] += false
+                axis.imshow(test[k].permute(1, 2, 0).cpu().numpy())
+                axis.set_title(name if k == anchor else f"{log_w[anchor, k].exp():.2g}", fontsize=8,
+                               color="C1" if false else "k")
+    title = f"Nearest images of the same class: {same['trained']}, before training {same['untrained']}"
+    caption = ("Left, an image; beside it its nearest others, the hardest negatives, with their weights. "
+               "Orange: of the image's class, so a false negative.")
+    save(figure, args.out / "nearest.png", title, caption)
 
-def draw_separation(out, one, other):
-    """Draw cosines of a view with the other view of its image and with its nearest others. Ref: [4] Fig. 8"""
-    lines, ahead = {}, {}
-    for name, z in one.items():
-        nearest = (z @ z.T).fill_diagonal_(-1).sort(descending=True).values[:, :10]
-        cosines = torch.cat([(z * other[name]).sum(1, keepdim=True), nearest], 1).cpu()
-        lines[name] = range(cosines.shape[1]), cosines.mean(0)
-        ahead[name] = f"{100 * (cosines[:, 0] > cosines[:, 1]).float().mean():.0f} %"
-    title = f"{ahead['trained']} of views have their other view nearest (untrained: {ahead['untrained']})"
-    caption = f"{len(z)} test images. The step from 0, the other view, to 1, the nearest other image, counts."
-    draw(out / "separation.png", title, caption, {"": lines}, xlabel="rank", ylabel="mean cosine")
-
-
-def draw_gradient(args, losses, n=500, positive=0.7):
-    """Draw the force on a negative by its cosine, over the force on the positive. Ref: [4] Fig. 3"""
-    lines, share, angles = {}, {}, 2 * math.pi * torch.arange(n) / n
-    circle = lambda shift: torch.stack([(angles + shift).cos(), (angles + shift).sin()], 1)     # (n, 2)
-    anchors = circle(0.0)  # a batch, as ot needs one, in which all anchors have the same cosines
-    for name, criterion in losses.items():
-        positives, negatives = (circle(x).requires_grad_() for x in (math.acos(positive), 0.5 * math.pi / n))
-        loss = criterion(anchors, positives, negatives=negatives, normalize=False, reduction="none")[0]
-        pull, push = torch.autograd.grad(loss, (positives, negatives))
-        cosines, order = (negatives @ anchors[0]).detach().sort()
-        force = (push @ anchors[0] / (pull[0] @ anchors[0]).abs())[order].nan_to_num()
-        lines[name] = cosines, force
-        share[name] = f"{100 * force[-n // 10:].sum() / force.clamp_min(0).sum().clamp_min(1e-9):.0f} %"
-    title = f"{args.loss}: {share[args.loss]} of the force on the nearest tenth (simclr: {share['simclr']})"
-    caption = f"{n} negatives on a circle, a positive at {positive}. A line ends where it pulls negatives."
-    draw(args.out / "gradient.png", title, caption, {"": lines}, args.loss, yscale="log",
-         ylim=(1e-6, 2), xlabel="cosine of the negative", ylabel="force, over that on the positive")
-
-
-def draw_weights(args, losses, z):
-    """Draw the weight of a candidate by its rank. Ref: [2] Fig. 4"""
-    logits, lines = (z @ z.T / args.temperature).fill_diagonal_(-math.inf), {}
-    for name, criterion in losses.items():
-        options = {option: getattr(args, option) for option in WEIGHT_OPTIONS}
-        log_w = hardneg.weigh(criterion.weights, logits, **options)
-        by_rank = log_w.gather(1, logits.argsort(descending=True))[:, :-1]
-        lines[name] = range(1, len(z)), by_rank.exp().mean(0).cpu()
-    weight = lines[args.loss][1]
-    title = f"{args.loss} weighs the nearest candidate {weight[0]:.2g}, the farthest {weight[-1]:.2g}"
-    caption = "hcl weighs for each anchor alone, ot balances the candidates, hard drops all but the nearest."
-    draw(args.out / "weights.png", title, caption, {"": lines}, args.loss, xscale="log",
-         xlabel="rank of the candidate", ylabel="mean weight")
-
-
-def draw_neighbours(out, z, labels):
-    """Draw the share of the nearest neighbours that are of the anchor's class. Ref: [2] Fig. 5"""
-    lines, ranks, k = {}, torch.arange(1, len(labels)), min(10, len(labels) - 1)
-    for name, x in z.items():
-        order = (x @ x.T).fill_diagonal_(-math.inf).argsort(descending=True)[:, :-1]
-        same = (labels[order] == labels[:, None]).float().mean(0).cpu()
-        lines[name] = ranks, 100 * same.cumsum(0) / ranks
-    share = lines["trained"][1]
-    title = f"{share[k - 1]:.0f} % of the {k} nearest neighbours share the class (chance: {share[-1]:.0f} %)"
-    caption = "High on the left: the encoder has found classes, but the nearest negatives are false ones."
-    draw(out / "neighbours.png", title, caption, {"": lines}, xscale="log",
-         xlabel="number of nearest neighbours", ylabel="% that share the anchor's class")
-
-
-def draw_nearest(out, z, labels, test, rows=8, columns=8):
-    """Draw an image of each class and its nearest test images. Ref: [2] Fig. 2"""
-    anchors = torch.stack([(labels == c).nonzero()[0, 0] for c in labels.unique()[:rows]])
-    anchors = anchors if len(anchors) > 1 else torch.arange(min(rows, len(z)), device=z.device)  # no classes
-    shown = (z[anchors] @ z.T).topk(min(columns + 1, len(z))).indices  # the image itself comes first
-    same = labels[shown] == labels[anchors, None]
-    faded = 0.7 + 0.3 * test[shown] / 255
-    sheet = torch.where(same[..., None, None, None], test[shown] / 255, faded).flatten(0, 1)
-    title = f"{same[:, 1:].sum()} of these {same[:, 1:].numel()} neighbours are of the image's class"
-    caption = "Left, a test image of each class, then those nearest to it. Pale ones are of another class."
-    if len(labels.unique()) == 1:
-        title, caption = "The neighbours of some test images", "Left, a test image, then those nearest to it."
-    draw(out / "nearest.png", title, caption,
-         {"": torchvision.utils.make_grid(sheet, shown.shape[1], pad_value=1.0)})
-
-
-def draw_uniformity(out, rows):
-    """Draw uniformity and tolerance of pixels, untrained and trained encoder. Ref: [4] Eq. 10, 11"""
-    points = {name: ([rows[name]["uniformity"]], [rows[name]["tolerance"]]) for name in sorted(rows)[::-1]}
-    title = "Training led to uniformity {uniformity:.2f}, tolerance {tolerance:.2f}".format(**rows["trained"])
-    caption = "Best is the upper right: embeddings spread over the sphere, but a class stays together."
-    draw(out / "uniformity.png", title, caption, {"": points},
-         xlim=(0.2, -4.2), ylim=(-0.2, 1.1), xlabel="uniformity (right: even)", ylabel="tolerance")
-
+def draw_map(out, z, labels, classes, neighbours=15, steps=300):
+    """Draw embeddings in the plane so that neighbours stay neighbours: t-SNE on the neighbours' graph."""
+    k = min(neighbours, len(z) - 1)
+    near = (z @ z.T).fill_diagonal_(-math.inf).topk(k).indices
+    p = torch.zeros(len(z), len(z), device=z.device).scatter_(1, near, 1.0)
+    p, z = (p + p.T) / p.sum() / 2, z - z.mean(0)
+    x = (5 * len(z) ** 0.5 * torch.pca_lowrank(z, 2)[0]).requires_grad_()
+    optimizer = torch.optim.Adam([x], 0.5)
+    for _ in range(steps):
+        log_q = -torch.log1p(torch.cdist(x, x).square()).fill_diagonal_(-math.inf)
+        loss = log_q.flatten().logsumexp(0) - (p * log_q.masked_fill(log_q == -math.inf, 0)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    for c, name in enumerate(classes[:10] or [""]):
+        axis.scatter(*x.detach()[labels == (c if classes else -1)].T.cpu().numpy(), s=6, label=name)
+    axis.axis("off")
+    if classes:
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
+    save(figure, out / "map.png", f"A map of {len(x)} test images",
+         "Each point is an image, near those that the encoder finds alike. An island of a colour is a class.")
 
 def draw_histograms(out, z, labels, bins=100):
     """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
@@ -854,7 +948,6 @@ def draw_histograms(out, z, labels, bins=100):
     title = f"Same and different classes overlap by {overlap['trained']} (untrained: {overlap['untrained']})"
     caption = "On the right, pairs of different classes are hard negatives, pairs of one class false ones."
     draw(out / "histograms.png", title, caption, panels, xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
-
 
 if __name__ == "__main__":
     main()
