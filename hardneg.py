@@ -1108,10 +1108,10 @@ class Bank(SimCLR):
         self.bank.update(*self.news)
 
 class Queue(SimCLR):
-    """Contrast a view with one embedded by a slow copy of the encoder; candidates are its earlier embeddings.
-    size: embeddings remembered, fewer than there are images, as an older view of the anchor's image is a
-    false negative. momentum: of the slow copy, in [0, 1). Ref: [8] Algorithm 1, but with the slow copy in
-    eval mode: batch statistics would mark the keys of a batch"""
+    """Contrast a view with one embedded by a slow copy of the encoder; candidates are the copy's embeddings
+    of this batch and earlier ones. size: how many earlier ones, fewer than there are images, as an older view
+    of the anchor's image is a false negative. momentum: of the copy, in [0, 1). Ref: [8] Algorithm 1, but the
+    copy is in eval mode, and this batch's keys are candidates: earlier ones can be told by their age alone"""
     def __init__(self, criterion, encoder, images, size=4096, momentum=0.99, view_options=None):
         super().__init__(criterion, view_options)
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
@@ -1122,12 +1122,13 @@ class Queue(SimCLR):
         self.queue = MemoryBank(embed(encoder, images[some])[1])
 
     def step(self, encoder, images, index, generator, group=None, **options):
-        z, = self.embed_views(encoder, generator, images)
+        z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
         with torch.no_grad():
             keys = unit(_upcast(self.embed_views(self.slow, generator, images)[0]))
-        self.news = gather(keys, group)
-        return self.contrast(unit(_upcast(z)), keys, negatives=self.queue.rows, normalize=False, group=group,
-                             **options)
+        self.news, rank = gather(keys, group), 0 if group is None else distributed.get_rank(group)
+        own = rank * len(keys) + torch.arange(len(keys), device=keys.device)
+        return self.contrast(z, keys, negatives=torch.cat([self.news, self.queue.rows]), own=own,
+                             normalize=False, group=group, **options)
 
     def after_step(self):
         self.queue.push(self.news)

@@ -2403,6 +2403,7 @@ class TestCommandLine:
             assert vars(args).items() >= wanted.items()
         bank = train.arguments(["--method", "bank", "--loss", "hard", "--lr", "1"])
         assert (bank.lr, bank.batch_size, bank.epochs, bank.momentum) == (1, 64, 24, 0.8)
+        assert train.arguments(["--method", "queue"]).momentum == 0.9
         assert train.arguments(["--method", "bank", "--recipe", "sgd"]).lr is None
         assert train.arguments(["--loss", "hcl", "--temperature", "2"]).temperature == 2
         games = [train.arguments(["--method", "diffhard", *flags]) for flags in

@@ -39,14 +39,14 @@ from tqdm import tqdm
 
 import hardneg
 
-BICUBIC = T.InterpolationMode.BICUBIC
+BICUBIC, require = T.InterpolationMode.BICUBIC, hardneg._require
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 DEFAULTS = {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3}  # if nothing else is known
-OF_LOSSES = {  # the best of four settings each, on the shapes: benchmarks/defaults.py
+OF_LOSSES = {  # the best of four settings each, on the shapes: benchmarks/studies.py defaults
     "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
     "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3}}
-OF_METHODS = {"bank": {"momentum": 0.8}}
-OF_RECIPES = {("bank", "adamw"): {"epochs": 24, "batch_size": 64, "lr": 2e-3}}
+OF_METHODS = {"bank": {"momentum": 0.8}, "queue": {"momentum": 0.9}}
+OF_RECIPES = {(method, "adamw"): {"epochs": 24, "batch_size": 64, "lr": 2e-3} for method in ("bank", "queue")}
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
 FREE = "out resume device root report evaluate workers compare seeds overwrite export command".split()
 PATHS = ("root", "out")
@@ -108,15 +108,15 @@ def arguments(argv=None):
     add = parser.add_argument_group("training").add_argument
     add("--method", default="simclr", choices=METHODS, help="candidates: simclr, the batch; bank, a row per "
         "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]")
-    add("--momentum", **real, help="of the bank's rows (None: 0.8), of slow copies (None: 0.99), in [0, 1)")
-    add("--queue-size", **whole, default=4096, help="embeddings in the queue, fewer than training images")
-    add("--bound", **real, default=0.015, help="clae: largest change of a pixel, in (0, 1)")
+    add("--momentum", **real, help="of the bank's rows (0.8), of the slow copy (queue 0.9, diffhard 0.99)")
+    add("--queue-size", **whole, default=64, help="earlier embeddings in the queue, fewer than images")
+    add("--bound", **real, default=0.005, help="clae: largest change of a pixel, in (0, 1)")
     add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
-    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 24 for bank")
-    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, 64 for bank")
+    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 24 for bank and queue")
+    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, 64 for both")
     add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
-    add("--lr", **real, help=f"peak learning rate; {own('lr')}, 0.002 for bank")
+    add("--lr", **real, help=f"peak learning rate; {own('lr')}, 0.002 for both")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
@@ -169,14 +169,6 @@ def effective(args, name):
     on = [words.split() for flags, words in EFFECTS.items() if name in flags.split()]
     return not on or not {args.weights, args.objective, args.method}.isdisjoint(on[0])
 
-def require(fine, name, got, allowed):
-    """Raise a ValueError that names an argument, what it is and what it may be."""
-    if not fine:
-        raise ValueError(f"{name} is {got}; it must be {allowed}")
-
-def first_line(error):
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
 # ---- Main and run ------------------------------------------------------------------------------------------
 def main(argv=None):
     """Run the command. An error ends it with one line, and exit code 2 if it is in the options, else 1."""
@@ -214,7 +206,7 @@ def check(args):
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device} cannot be used; try --device cpu: {first_line(error)}")
+        raise ValueError(f"--device {args.device} cannot be used here; try --device cpu") from error
     given = [args.evaluate, *(args.export or [])[:1]]
     for folder in [args.out] * bool(args.resume) + given:
         fine = folder is None or (folder / "checkpoint.pt").exists()
@@ -296,7 +288,8 @@ def describe(args, training):
         print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the {part}")
     if args.objective in ("nce", "ppcl") and args.weights != "top":
         n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
-        n = {"bank": n - 1, "queue": args.queue_size, "diffhard": 2 * views - 2}.get(args.method, views - 2)
+        n = {"bank": n - 1, "queue": args.queue_size + views // 2 - 1,
+             "diffhard": 2 * views - 2}.get(args.method, views - 2)
         print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
 
 @contextlib.contextmanager
@@ -394,7 +387,7 @@ def read_checkpoint(folder, device):
         state = torch.load(path, map_location=device, weights_only=True)
         foreign = [name for name in ("args", "training", "before", "history", "seen") if name not in state]
     except Exception as error:  # broken files raise exceptions of many types
-        raise ValueError(f"{path} cannot be read ({first_line(error)})") from error
+        raise ValueError(f"{path} cannot be read ({error!r:.100})") from error
     require(not foreign, path, f"without {foreign}", "a checkpoint of this program")
     return state
 
@@ -409,7 +402,7 @@ def write(path, content):
         os.replace(part, path)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
         part.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({first_line(error)})") from error
+        raise OSError(f"{path} cannot be written ({error!r:.100})") from error
 
 @contextlib.contextmanager
 def stoppable(active):
