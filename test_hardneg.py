@@ -2399,11 +2399,14 @@ class TestCommandLine:
         args = train.arguments(["--alpha", "--beta", "2", "--no-lead-in"])
         assert (args.alpha, args.beta, args.lead_in, args.loss) == (0.1, 2.0, False, "hcl")
         for loss in PRESETS:
-            args, wanted = train.arguments(["--loss", loss]), train.DEFAULTS | train.OF_LOSSES.get(loss, {})
+            args, wanted = train.arguments(["--loss", loss]), train.DEFAULTS[""] | train.DEFAULTS.get(loss, {})
             assert vars(args).items() >= wanted.items()
         bank = train.arguments(["--method", "bank", "--loss", "hard", "--lr", "1"])
         assert (bank.lr, bank.batch_size, bank.epochs, bank.momentum) == (1, 64, 24, 0.8)
         assert train.arguments(["--method", "queue"]).momentum == 0.9
+        assert train.arguments(["--method", "queue", "--loss", "simclr"]).temperature == 0.05
+        assert train.arguments(["--loss", "triplet"]).weights == "top"
+        assert train.arguments(["--loss", "triplet", "--recipe", "sgd"]).batch_size is None
         assert train.arguments(["--method", "bank", "--recipe", "sgd"]).lr is None
         assert train.arguments(["--loss", "hcl", "--temperature", "2"]).temperature == 2
         games = [train.arguments(["--method", "diffhard", *flags]) for flags in
@@ -2653,6 +2656,13 @@ class TestReadme:
         """In a folder with hardneg.py alone, and torch alone; importing it prints nothing."""
         shutil.copy(HERE / "hardneg.py", tmp_path)
         hidden = dict.fromkeys(("torchvision", "numpy", "scipy", "tqdm", "matplotlib", "PIL"))
+        if "lightning" in code:
+            pytest.importorskip("lightning")
+            hidden = {}
+        if "encoder.pt2" in code:
+            encoder, some = hardneg.Encoder("small").eval(), torch.rand(2, 3, 32, 32)
+            program = torch.export.export(encoder, (some,), dynamic_shapes=({0: torch.export.Dim("n")},))
+            torch.export.save(program, tmp_path / "encoder.pt2")
         command = [sys.executable, "-W", "ignore", "-c", f"import sys; sys.modules.update({hidden})\n{code}"]
         run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         comments, lines = re.findall(r"#\s*(.*)", code), run.stdout.strip().splitlines()
@@ -2666,19 +2676,21 @@ class TestReadme:
         commands, ci = "".join(blocks("sh")), (HERE / ".ci" / "run").read_text()
         for command in ("python3 -m venv .venv", "-r requirements.txt", ".venv/bin/python -m pytest -q"):
             assert command in commands and command in ci
-    @pytest.mark.parametrize("path", sorted((HERE / "benchmarks").glob("*.json")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", sorted((HERE / "benchmarks").rglob("*.json")), ids=lambda path: path.stem)
     def test_tables_are_of_the_recorded_runs(self, path, monkeypatch):
-        """All rows are shown, and no others below the same header; rows have equally many seeds."""
-        monkeypatch.syspath_prepend(str(path.parent))
-        program, results = importlib.import_module(path.stem), json.loads(path.read_text())
-        for table in program.table(results).split("\n\n"):
+        """All rows are shown, and no others below the same header; what the differences are is said."""
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
+        study, results = path.parent.name == "results" and path.stem != "graphs", json.loads(path.read_text())
+        program = importlib.import_module("studies" if study else path.stem)
+        for table in program.table(path.stem if study else results).split("\n\n"):
             header, rows = table.strip().split("\n", 1)
-            shown = re.findall(rf"^{re.escape(header)}\n((?:\|.*\n?)*)", README + "\n" + MORE, re.M)
-            assert {row for part in shown for row in part.splitlines()} == set(rows.splitlines())
+            blocks_of = re.findall(rf"^{re.escape(header)}\n((?:\|.*\n?)*)", README + "\n" + MORE, re.M)
+            assert study and rows in "\n".join(blocks_of) or {
+                row for part in blocks_of for row in part.splitlines()} == set(rows.splitlines())
         assert not hasattr(program, "heading") or program.heading(results) in README + MORE
-        kinds = Counter((row.get("name"), *(str(v) for k, v in row["options"].items() if k != "seed"))
-                        for row in results if isinstance(results, list))
-        assert len(set(kinds.values())) <= 1
+        if study:
+            assert len({len(runs) for runs in results.values()}) == 1
+            assert all(run["seed"] in program.STUDIES[path.stem][1] for runs in results.values() for run in runs)
 
     def test_links_lead_to_files(self):
         for folder, page in ((HERE, README), (HERE / "benchmarks", MORE)):

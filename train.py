@@ -41,12 +41,16 @@ import hardneg
 
 BICUBIC, require = T.InterpolationMode.BICUBIC, hardneg._require
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
-DEFAULTS = {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3}  # if nothing else is known
-OF_LOSSES = {  # the best of four settings each, on the shapes: benchmarks/studies.py defaults
+DEFAULTS = {  # of a loss, a method, and a loss or method with a recipe: benchmarks/README.md
+    "": {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3, "margin": 0.0},
     "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
-    "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3}}
-OF_METHODS = {"bank": {"momentum": 0.8}, "queue": {"momentum": 0.9}}
-OF_RECIPES = {(method, "adamw"): {"epochs": 24, "batch_size": 64, "lr": 2e-3} for method in ("bank", "queue")}
+    "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3},
+    "triplet": {"weights": "top", "margin": 0.5},  # the nearest negative alone lets all embeddings collapse
+    "bank": {"momentum": 0.8}, "queue": {"momentum": 0.9},
+    "triplet adamw": {"batch_size": 64, "lr": 2e-3},
+    "bank adamw": {"epochs": 24, "batch_size": 64, "lr": 2e-3},
+    "queue adamw": {"epochs": 24, "batch_size": 64, "lr": 2e-3},
+    "diffhard adamw": {"epochs": 6, "batch_size": 64, "lr": 2e-3}}
 WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
 FREE = "out resume device root report evaluate workers compare seeds overwrite export command".split()
 PATHS = ("root", "out")
@@ -83,10 +87,10 @@ def arguments(argv=None):
     parser.add_argument("--help-all", action="store_true", help="explain all flags")
     add = parser.add_argument_group("loss").add_argument
     add("--loss", choices=hardneg.PRESETS, help="weights and objective; None: hcl, or ppcl for diffhard")
-    add("--weights", choices=hardneg.WEIGHTS, help="weights of the negatives; None: those of the loss")
+    add("--weights", choices=hardneg.WEIGHTS, help="of the negatives; None: of the loss, top for triplet")
     add("--objective", choices=hardneg.OBJECTIVES, help="None: that of the loss; ppcl for generated pairs")
     tuned = lambda key, other: "None: " + ", ".join(
-        f"{row[key]:g} for {name}" for name, row in (OF_LOSSES | OF_METHODS).items() if key in row) + other
+        f"{row[key]:g} for {name}" for name, row in DEFAULTS.items() if name and key in row) + other
     add("--temperature", **real, help=f"divides cosines, above 0; {tuned('temperature', ', else 0.1')}")
     add("--tau-plus", **real, help=f"false negatives, in [0, 1) [1]; {tuned('tau_plus', ', 0.1 for hcl')}")
     add("--beta", **real, default=1.0, help="hcl: concentration on near negatives, at least 0 [1]")
@@ -96,7 +100,7 @@ def arguments(argv=None):
     add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
     add("--alpha", **real, nargs="?", help=f"share kept, in (0, 1] [4]; {tuned('alpha', ', else 0.1')}")
     add("--lead-in", **yes, help="hard: lower the share from 1 to alpha over the first half of the run")
-    add("--margin", **real, default=0.0, help="triplet: a squared distance, at least 0")
+    add("--margin", **real, help="triplet: a squared distance, at least 0; None: 0.5")
     add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", metavar="NAME", help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
@@ -113,10 +117,10 @@ def arguments(argv=None):
     add("--bound", **real, default=0.005, help="clae: largest change of a pixel, in (0, 1)")
     add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
-    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 24 for bank and queue")
-    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, 64 for both")
+    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 24 bank and queue, 6 diffhard")
+    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, 64 all three")
     add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
-    add("--lr", **real, help=f"peak learning rate; {own('lr')}, 0.002 for both")
+    add("--lr", **real, help=f"peak learning rate; {own('lr')}, 0.002 all three")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
@@ -133,9 +137,9 @@ def arguments(argv=None):
     add = parser.add_argument_group("diffhard [3]").add_argument
     add("--pairs", **yes, help="two images of a latent, by G and its slow copy, are positives; no: G+Hard")
     add("--ascent", **yes, help="the generator ascends the encoder's loss; no: G+Pos, without pairs CL-GAN")
-    add("--pretrain", **whole, default=10, help="epochs of the game before the encoder begins, at least 0")
-    add("--every", **whole, default=4, help="steps of the encoder per step of the generator, at least 1")
-    add("--width", **whole, default=16, help="channels at full size: 16 for a CPU, 64 for a GPU")
+    add("--pretrain", **whole, default=2, help="epochs of the game before the encoder begins, at least 0")
+    add("--every", **whole, default=8, help="steps of the encoder per step of the generator, at least 1")
+    add("--width", **whole, default=8, help="channels at full size: 8 for a CPU, 64 for a GPU")
     add("--latent", **whole, default=64, help="dimensions of a latent")
     add("--gan-lr", **real, default=4e-4, help="learning rate of generator and discriminator")
     add("--ascent-lr", **real, default=1e-4, help="peak rate of the ascent: higher makes images harder")
@@ -150,14 +154,15 @@ def arguments(argv=None):
     game = args.method == "diffhard"
     args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
     weights, objective, tau_plus = hardneg.PRESETS[args.loss]
-    args.weights = args.weights or weights
     if args.objective is None:  # nce knows no generated pairs
         args.objective = "ppcl" if game and args.pairs and objective == "nce" else objective
-    for name, value in {**DEFAULTS, **OF_LOSSES.get(args.loss, {}), **OF_METHODS.get(args.method, {}),
-                        **OF_RECIPES.get((args.method, args.recipe), {})}.items():
+    known = {"weights": weights, "tau_plus": tau_plus}
+    for key in ("", args.loss, *[args.method] * (args.method != "simclr"), f"{args.loss} {args.recipe}",
+                f"{args.method} {args.recipe}"):
+        known |= DEFAULTS.get(key, {})
+    for name, value in known.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.tau_plus = tau_plus if args.tau_plus is None else args.tau_plus
     if args.out is None:
         variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
         last = "compare" if args.compare else f"{args.loss}-{args.seed}"

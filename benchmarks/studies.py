@@ -37,11 +37,11 @@ def search(loss, *settings):
 
 
 CURVE = {"simclr": "", "hard": "--alpha 0.3", "hcl": "--beta 0.5 --tau-plus 0.01", "ot": "--epsilon 0.3"}
+GAME = "--method diffhard --width 16 --every 4"
 GAMES = {  # [3], Tables 1 and 3, Fig. 2; a run sees 80 000 real images, but for twice the epochs
     "SimCLR": "--loss simclr", "SimCLR-2x": "--loss simclr --batch-size 256",
-    "CLAE": "--method clae --loss simclr", "CL-GAN": "--method diffhard --no-pairs --no-ascent",
-    "G+Hard": "--method diffhard --no-pairs", "G+Pos": "--method diffhard --no-ascent",
-    "DiffHard": "--method diffhard"}
+    "CLAE": "--method clae --loss simclr --bound 0.015", "CL-GAN": f"{GAME} --no-pairs --no-ascent",
+    "G+Hard": f"{GAME} --no-pairs", "G+Pos": f"{GAME} --no-ascent", "DiffHard": GAME}
 STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
     "defaults": ("shapes", SEARCH, "", {
         **search("simclr", *(f"--temperature {t}" for t in (0.05, 0.07, 0.1, 0.2))),
@@ -138,6 +138,22 @@ def read(name):
     return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 
+def table(name):
+    """Write the recorded results as a Markdown table; one of a search has a line for each loss."""
+    found, rows = read(name), STUDIES[name][3]
+    if STUDIES[name][1] is not SEARCH:
+        return train.table_of(found)
+    lines = {}
+    for row, runs in found.items():
+        loss, _, column = row.rpartition("-")
+        value = f"{runs[0]['linear']:.1f}"
+        settings = rows[row].partition(f"--loss {loss} ")[2] if name == "defaults" else ""
+        lines.setdefault(f"`{loss}`", {})[column] = f"`{settings}` {value}" if settings else value
+    heading = ["", *next(iter(lines.values()))]
+    body = [[loss, *cells.values()] for loss, cells in lines.items()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *body))
+
+
 def main():
     """Run the studies that are named, or show what is recorded of them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -149,7 +165,7 @@ def main():
     args = parser.parse_args()
     for name in args.studies:
         if args.show:
-            print(f"{name}\n{train.table_of(read(name))}\n\n{train.verdict(read(name))}\n")
+            print(f"{name}\n{table(name)}\n\n{train.verdict(read(name))}\n")
         else:
             study(name, {"shapes": "shapes", "cifar10": args.cifar10, "tiny": args.tiny}, args.out)
     if curves := [name for name in args.studies if name.endswith("-t")]:
