@@ -913,14 +913,13 @@ def draw_nearest(args, embeddings, labels, test, columns=7):
 
 def draw_map(out, z, labels, classes, neighbours=15, steps=300):
     """Draw embeddings in the plane so that neighbours stay neighbours: t-SNE on the neighbours' graph."""
-    k = min(neighbours, len(z) - 1)
-    near = (z @ z.T).fill_diagonal_(-math.inf).topk(k).indices
+    near = (z @ z.T).fill_diagonal_(-math.inf).topk(min(neighbours, len(z) - 1)).indices
     p = torch.zeros(len(z), len(z), device=z.device).scatter_(1, near, 1.0)
     p, z = (p + p.T) / p.sum() / 2, z - z.mean(0)
     x = (5 * len(z) ** 0.5 * torch.pca_lowrank(z, 2)[0]).requires_grad_()
     optimizer = torch.optim.Adam([x], 0.5)
     for _ in range(steps):
-        log_q = -torch.log1p(torch.cdist(x, x).square()).fill_diagonal_(-math.inf)
+        log_q = -torch.log1p(torch.cdist(x, x).square()).fill_diagonal_(math.inf)
         loss = log_q.flatten().logsumexp(0) - (p * log_q.masked_fill(log_q == -math.inf, 0)).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -932,7 +931,7 @@ def draw_map(out, z, labels, classes, neighbours=15, steps=300):
     if classes:
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
     save(figure, out / "map.png", f"A map of {len(x)} test images",
-         "Each point is an image, near those that the encoder finds alike. An island of a colour is a class.")
+         "Each point is an image, near those that the encoder finds alike. An island of one colour: a class.")
 
 def draw_histograms(out, z, labels, bins=100):
     """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
