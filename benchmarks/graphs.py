@@ -1,9 +1,9 @@
 """Learn to tell graphs apart, with the losses as they are: python benchmarks/graphs.py FOLDER
 
-Table V of [2], small. A graph isomorphism network (three layers, sum readout) embeds nodes and graphs. A node's
-positive is its own graph, its candidates are the other graphs of the batch, as in InfoGraph. Accuracy is that of
-logistic regression on the embeddings of graphs, in ten folds. FOLDER holds MUTAG.txt, PTC.txt, IMDBBINARY.txt
-and IMDBMULTI.txt. The results go to results/graphs.json.
+Table V of [2], small. A graph isomorphism network (three layers, sum readout) embeds nodes and graphs. A
+node's positive is its own graph, its candidates are the other graphs of the batch, as in InfoGraph. Accuracy
+is that of logistic regression on the embeddings of graphs, in ten folds. FOLDER holds MUTAG.txt, PTC.txt,
+IMDBBINARY.txt and IMDBMULTI.txt. The results go to results/graphs.json.
 [2] Jiang, Ishwar, Aeron: Hard Negative Sampling via Regularized Optimal Transport
 """
 import argparse
@@ -44,8 +44,9 @@ def read(path):
     if len({tag for tags, _ in graphs for tag in tags}) == 1:
         graphs = [(edges[0].bincount(minlength=len(tags)).tolist(), edges) for tags, edges in graphs]
     kinds = {kind: k for k, kind in enumerate(sorted({tag for tags, _ in graphs for tag in tags}))}
-    one_hot = lambda tags: nn.functional.one_hot(torch.tensor([kinds[tag] for tag in tags]), len(kinds)).float()
-    return [(one_hot(tags), edges) for tags, edges in graphs], torch.tensor(classes).unique(return_inverse=True)[1]
+    one_hot = torch.eye(len(kinds))
+    graphs = [(one_hot[[kinds[tag] for tag in tags]], edges) for tags, edges in graphs]
+    return graphs, torch.tensor(classes).unique(return_inverse=True)[1]
 
 
 def batch(graphs):
@@ -108,7 +109,7 @@ def learn(graphs, classes, options, seed, epochs=20, size=128):
 
 
 def table(found):
-    """Write the Markdown table: mean accuracy ± standard deviation over seeds, and in brackets that of [2]."""
+    """Write the Markdown table: accuracy, mean ± standard deviation over seeds; in brackets that of [2]."""
     lines = [f"| | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
     for k, row in enumerate(ROWS):
         cells = [train.spread(found[name][row]) + f" ({figures[k - 1]})" * (k > 0)

@@ -54,7 +54,8 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         **search("hard", "--temperature 0.07 --alpha 0.3", "--temperature 0.1 --alpha 0.1",
                  "--temperature 0.1 --alpha 0.3", "--temperature 0.2 --alpha 0.1"),
         **search("hard-simple", *(f"--alpha {alpha}" for alpha in (0.01, 0.03, 0.1, 0.3))),
-        **search("triplet", *(f"--margin {margin}" for margin in (0, 0.2, 0.5, 1)))}),
+        **search("triplet", *(f"--margin {margin} --weights hardest --batch-size 256 --lr 0.008"
+                              for margin in (0, 0.2, 0.5, 1)))}),
     "shapes": ("shapes", FIVE, "", {loss: f"--loss {loss}" for loss in
                                     ("simclr", "debiased", "hcl", "ot", "hard")}),
     "cifar10-t": ("cifar10", SEARCH, LONG, over_t(CURVE)),
