@@ -2522,8 +2522,7 @@ class TestCommandLine:
             assert times_of(tmp_path).keys() == kept.keys()
         run_train(*SMALL, "--out", tmp_path)
 
-    @pytest.mark.parametrize("method", METHODS)
-    def test_killed(self, method, tmp_path):
+    def test_killed(self, tmp_path, method="diffhard"):
         """A run that is killed at random times ends as one that is not; no half file is left."""
         command = [sys.executable, HERE / "train.py", "--method", method, *COMMANDS[method], *SMALL,
                    "--size", "8", "--no-report", "--out"]
@@ -2691,6 +2690,7 @@ class TestReadme:
                 row for part in blocks_of for row in part.splitlines()} == set(rows.splitlines())
         assert not hasattr(program, "heading") or program.heading(results) in README + MORE
         if study:
+            assert program.summary() in README
             assert len({len(runs) for runs in results.values()}) == 1
             assert all(run["seed"] in program.STUDIES[path.stem][1] for runs in results.values() for run in runs)
 

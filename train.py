@@ -42,12 +42,13 @@ import hardneg
 BICUBIC, require = T.InterpolationMode.BICUBIC, hardneg._require
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 DEFAULTS = {  # of a loss, a method, and a loss or method with a recipe: benchmarks/README.md
-    "": {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3, "margin": 0.0},
+    "": {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3, "margin": 0.0, "lead_in": True},
     "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
     "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3},
     "triplet": {"weights": "top", "margin": 0.5},  # the nearest negative alone lets all embeddings collapse
-    "bank": {"momentum": 0.8}, "queue": {"momentum": 0.9},
+    "hard-simple": {"lead_in": False}, "bank": {"momentum": 0.8}, "queue": {"momentum": 0.9},
     "triplet adamw": {"batch_size": 64, "lr": 2e-3},
+    "hard-simple adamw": {"epochs": 28, "batch_size": 64, "lr": 2e-3},
     "bank adamw": {"epochs": 24, "batch_size": 64, "lr": 2e-3},
     "queue adamw": {"epochs": 24, "batch_size": 64, "lr": 2e-3},
     "diffhard adamw": {"epochs": 6, "batch_size": 64, "lr": 2e-3}}
@@ -99,7 +100,7 @@ def arguments(argv=None):
     add("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"), help="ot: cost of the coupling")
     add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
     add("--alpha", **real, nargs="?", help=f"share kept, in (0, 1] [4]; {tuned('alpha', ', else 0.1')}")
-    add("--lead-in", **yes, help="hard: lower the share from 1 to alpha over the first half of the run")
+    add("--lead-in", **open_, help="lower the share from 1 to alpha at first; None: not for hard-simple")
     add("--margin", **real, help="triplet: a squared distance, at least 0; None: 0.5")
     add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
     add = parser.add_argument_group("data").add_argument
@@ -117,10 +118,10 @@ def arguments(argv=None):
     add("--bound", **real, default=0.005, help="clae: largest change of a pixel, in (0, 1)")
     add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
-    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 24 bank and queue, 6 diffhard")
-    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, 64 all three")
+    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 6 to 28 for some")
+    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, or 64")
     add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
-    add("--lr", **real, help=f"peak learning rate; {own('lr')}, 0.002 all three")
+    add("--lr", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
@@ -464,6 +465,9 @@ def compare(rows, argv, seeds, out):
             for seed in seeds for name, options in rows.items()}
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
     images = read(first, first.size)
+    if len({args.epochs for args in plan.values()}) > 1:  # the same budget for all
+        most = max(args.epochs or hardneg.RECIPES[args.recipe]["epochs"] for args in plan.values())
+        plan = {key: argparse.Namespace(**{**vars(args), "epochs": most}) for key, args in plan.items()}
     epochs = [(args.epochs or hardneg.RECIPES[args.recipe]["epochs"])
               + args.pretrain * (args.method == "diffhard") for args in plan.values()]
     with tqdm(total=len(images.train) * sum(epochs), unit=" images") as bar:

@@ -7,7 +7,7 @@ ratio of two measurements in one round.
     training loop       hardneg.Training on images in memory: order, views, encoder, loss, optimizer
     views               hardneg.view, of a whole batch
     torchvision         the same crops, flips and colours by torchvision's transforms, image by image
-    folder, N workers   the training loop on JPEG files, which N processes read and resize (0: its own)
+    decoding, N workers train.load on JPEG files, once before training, by N processes (0: its own)
     per image           a DataLoader with torchvision's transforms on the same files, two views each, as in
                         the papers' code, with a process per core; without an encoder
 
@@ -122,9 +122,10 @@ def write_folder(images, path, n):
 
 def measure(options, path):
     """Time all rows, round after round → {row: rates}, {row: the row that its share is of}."""
-    images = train.load("shapes").to(options.device)
+    *images, classes = train.load("shapes")
+    images = train.Images(*(x.to(options.device) for x in images), classes)
     write_folder(images, path, options.files)
-    files = {n: train.load(path, size=32, workers=n).to(options.device).train for n in sorted({0, WORKERS})}
+    files = sorted(map(str, (path / "train").rglob("*.jpg")))
     batch = images.train[:options.batch_size]
     pictures = [to_pil_image(x.cpu()) for x in batch]
     steps = {
@@ -133,21 +134,23 @@ def measure(options, path):
         "views": lambda: [hardneg.view(batch) for _ in range(2)],
         "torchvision": lambda: [[BY_TORCHVISION(x) for x in pictures] for _ in range(2)],
     }
-    begin = {f"folder, {n} workers": lambda some=some: trainer(some, options) for n, some in files.items()}
-    begin["per image"] = lambda: loader(files[0].paths, options)
-    of = {"training loop": "encoder alone", "views": "torchvision", **dict.fromkeys(begin, "training loop")}
-    rates = {name: [] for name in (*steps, *begin)}
+    decoding = {f"decoding, {n} workers": n for n in sorted({0, WORKERS})}
+    of = {"training loop": "encoder alone", "views": "torchvision", "per image": "training loop"}
+    rates = {name: [] for name in (*steps, *decoding, "per image")}
     for step in steps.values():
         step()  # warm up: compile, load libraries, allocate
     for _ in tqdm(range(options.rounds)):
         for name, step in steps.items():
             rates[name].append(rate(step, options))
-        for name in begin:
-            step = begin[name]()
-            for _ in range(5):  # use up the batches read ahead
-                step()
-            rates[name].append(rate(step, options))
-            del step  # end the workers, or they slow the next row down
+        for name, n in decoding.items():
+            start = time.perf_counter()
+            train.decode(files, 32, n)
+            rates[name].append(len(files) / (time.perf_counter() - start))
+        step = loader(files, options)
+        for _ in range(5):  # use up the batches read ahead
+            step()
+        rates["per image"].append(rate(step, options))
+        del step  # end the workers, or they slow the next row down
     return {name: [round(x, 1) for x in found] for name, found in rates.items()}, of
 
 

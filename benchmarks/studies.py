@@ -53,11 +53,16 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         **search("ot", *(f"--temperature {t} --epsilon {e}" for t in (0.1, 0.2) for e in (0.1, 0.3))),
         **search("hard", "--temperature 0.07 --alpha 0.3", "--temperature 0.1 --alpha 0.1",
                  "--temperature 0.1 --alpha 0.3", "--temperature 0.2 --alpha 0.1"),
-        **search("hard-simple", *(f"--alpha {alpha}" for alpha in (0.01, 0.03, 0.1, 0.3))),
+        **search("hard-simple", *(f"--alpha {alpha} --lead-in --epochs 16 --batch-size 256 --lr 0.008"
+                                  for alpha in (0.01, 0.03, 0.1, 0.3))),
         **search("triplet", *(f"--margin {margin} --weights hardest --batch-size 256 --lr 0.008"
                               for margin in (0, 0.2, 0.5, 1)))}),
     "shapes": ("shapes", FIVE, "", {loss: f"--loss {loss}" for loss in
                                     ("simclr", "debiased", "hcl", "ot", "hard")}),
+    "cifar10": ("cifar10", FIVE, LONG, {
+        "simclr": "--loss simclr --temperature 0.1", "hard": "--loss hard --temperature 0.07 --alpha 0.3",
+        "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.01",
+        "ot": "--loss ot --temperature 0.07 --epsilon 0.3"}),
     "cifar10-t": ("cifar10", SEARCH, LONG, over_t(CURVE)),
     "tiny-t": ("tiny", SEARCH, f"{LONG} --size 32", over_t({**CURVE, "hcl": "--beta 0.5 --tau-plus 0.0005"})),
     **{f"classes-{n}": (f"tiny-{n}", THREE, f"--fraction {share} --size 32 --epochs 40 --lr 0.003", {
@@ -82,7 +87,7 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         f"{alpha}": f"--loss hard --alpha {alpha}" for alpha in (0.01, 0.03, 0.1, 0.3, 1)}),
     "temperature": ("cifar10", THREE, SHORT, {  # [4], Table 1
         **over_t({"simclr": "", "hard": "--alpha 0.1"}), "simple": "--loss simple",
-        "hard-simple": "--loss hard-simple --alpha 0.03"}),
+        "hard-simple": "--loss hard-simple --alpha 0.03 --lead-in"}),
     "games-10": ("cifar10", THREE, "--fraction 0.1 --epochs 16 --pretrain 8 --batch-size 128 --lr 0.002 "
                  "--temperature 0.2", {**GAMES, "twice": "--loss simclr --epochs 32"}),
     "games-20": ("cifar10", THREE, "--fraction 0.2 --epochs 8 --pretrain 4 --batch-size 128 --lr 0.002 "
@@ -126,10 +131,10 @@ def draw_curves(names):
         for loss in CURVE:
             means = [statistics.mean(r["linear"] for r in found[f"{loss}-{t}"]) for t in TEMPERATURES]
             axis.plot(TEMPERATURES, means, ".-", label=loss)
-        untrained = found[f"simclr-{t}"][0]["untrained"]["linear"]
+        untrained = next(iter(found.values()))[0]["untrained"]["linear"]
         axis.axhline(untrained, color="k", ls=":", label="untrained")
         axis.set(xscale="log", xticks=TEMPERATURES, xticklabels=TEMPERATURES, xlabel="temperature",
-                 ylabel="linear readout, %", title=name.removesuffix("-t"))
+                 ylabel="linear readout, %", title="CIFAR-10" if name == "cifar10-t" else "Tiny ImageNet")
     axes[0][0].legend()
     figure.savefig(HERE / "results" / "curves.png", dpi=110)
 
@@ -153,6 +158,19 @@ def table(name):
     heading = ["", *next(iter(lines.values()))]
     body = [[loss, *cells.values()] for loss, cells in lines.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *body))
+
+
+def summary(names=("shapes", "cifar10")):
+    """Write the first table of ../README.md: the linear readout of each loss in each study."""
+    found = [read(name) for name in names]
+    lines = [["loss", *names], ["---"] * (len(names) + 1)]
+    for loss in found[0]:
+        cells = [[run["linear"] for run in study.get(loss, [])] for study in found]
+        lines.append([f"`{loss}`", *(train.spread(values) if values else "" for values in cells)])
+    for figure, name in (("untrained", "untrained encoder"), ("raw", "raw pixels")):
+        runs = [next(iter(study.values()))[:1 if figure == "raw" else None] for study in found]
+        lines.append([name, *(train.spread([run[figure]["linear"] for run in some]) for some in runs)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main():
