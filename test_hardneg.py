@@ -2486,7 +2486,8 @@ class TestCommandLine:
         for name in ("evaluate-other.json", "mine.txt"):
             (out / name).touch()
         kept = times_of(out)
-        assert "--overwrite" in quit_with([*command, "--seed", "1"], capsys)  # the first run is finished
+        for other in (["--seed", "1"], ["--no-resume"]):
+            assert "--overwrite" in quit_with([*command, *other], capsys)  # the first run is finished
         assert times_of(out) == kept
         run_train(*command, "--seed", "1", "--overwrite")
         assert "resumed" not in capsys.readouterr().out

@@ -218,7 +218,7 @@ def check(args):
         fine = folder is None or (folder / "checkpoint.pt").exists()
         require(fine, "the folder of a run", folder, "one that holds checkpoint.pt")
     finished = (args.out / "results.json").exists() and not (args.overwrite or args.compare or any(given))
-    require(not finished or args.resume is not None, "--out", args.out,
+    require(not finished or args.resume, "--out", args.out,
             "another folder, as the run in it is finished; --overwrite replaces it")
     require(0 < args.fraction <= 1, "--fraction", args.fraction, "in (0, 1]")
     require(args.size is None or 8 <= args.size <= 1024, "--size", args.size, "from 8 to 1024 pixels")
@@ -358,7 +358,7 @@ def make_method(args, criterion, encoder, images):
     fine = args.method != "queue" or args.queue_size < max(2, len(train))
     require(fine, "--queue-size", args.queue_size, f"below the number of training images, {len(train)}")
     require(args.method == "simclr" and images.classes or not args.true_positives, "true_positives", "on",
-            "off, but for simclr on images with classes")
+            "off: it is for the method simclr and images with classes")
     partners = (train, images.train_labels) if args.true_positives else None
     game = lambda: hardneg.Game(
         size, args.width, args.latent, args.pairs, args.ascent, momentum, args.pretrain, args.every,
@@ -516,7 +516,7 @@ def verdict(found):
     order = by_accuracy(found)
     n = len(found[order[0]])
     if n < 2 or found[order[0]][0]["linear"] is None:
-        return "No difference can be judged: that takes labels and at least two seeds."
+        return "No difference can be judged: that takes images with classes, and at least two seeds."
     held, others = [], []
     for name, other in itertools.combinations(order, 2):
         gap, error = difference(found[name], found[other])
@@ -911,8 +911,9 @@ def draw_nearest(args, embeddings, labels, test, columns=7):
                 axis.set_title(name if k == anchor else f"{log_w[anchor, k].exp():.2g}", fontsize=8,
                                color="C1" if false else "k")
     title = f"Nearest images of the same class: {same['trained']}, before training {same['untrained']}"
-    caption = ("Left, an image; beside it its nearest others, the hardest negatives, with their weights. "
-               "Orange: of the image's class, so a false negative.")
+    title = title if labels.max() >= 0 else "The nearest images, before and after training"
+    caption = ("Left, an image; beside it its nearest others, the hardest negatives, with their weights."
+               + " Orange: of the image's class, so a false negative." * bool(labels.max() >= 0))
     save(figure, args.out / "nearest.png", title, caption)
 
 def draw_map(out, z, labels, classes, neighbours=15, steps=300):
@@ -935,7 +936,8 @@ def draw_map(out, z, labels, classes, neighbours=15, steps=300):
     if classes:
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
     save(figure, out / "map.png", f"A map of {len(x)} test images",
-         "Each point is an image, near those that the encoder finds alike. An island of one colour: a class.")
+         "Each point is an image, near those that the encoder finds alike."
+         + " An island of one colour is a class that is found." * bool(classes))
 
 def draw_histograms(out, z, labels, bins=100):
     """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
