@@ -399,16 +399,17 @@ def read_checkpoint(folder, device):
 
 def write(path, content):
     """Write a file, text or a function of the open file, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
+    part, whole = path.with_name(f"{path.name}.part"), io.BytesIO()
+    content(whole) if callable(content) else whole.write(content.encode())
     try:
         with open(part, "wb") as file:
-            content(file) if callable(content) else file.write(content.encode())
+            file.write(whole.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+    except OSError as error:
         part.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({error!r:.100})") from error
+        raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
 @contextlib.contextmanager
 def stoppable(active):
