@@ -2399,7 +2399,8 @@ class TestCommandLine:
         args = train.arguments(["--alpha", "--beta", "2", "--no-lead-in"])
         assert (args.alpha, args.beta, args.lead_in, args.loss) == (0.1, 2.0, False, "hcl")
         for loss in PRESETS:
-            args, wanted = train.arguments(["--loss", loss]), train.DEFAULTS[""] | train.DEFAULTS.get(loss, {})
+            args = train.arguments(["--loss", loss])
+            wanted = train.DEFAULTS[""] | train.DEFAULTS.get(loss, {})
             assert vars(args).items() >= wanted.items()
         bank = train.arguments(["--method", "bank", "--loss", "hard", "--lr", "1"])
         assert (bank.lr, bank.batch_size, bank.epochs, bank.momentum) == (1, 64, 24, 0.8)
@@ -2677,7 +2678,7 @@ class TestReadme:
         commands, ci = "".join(blocks("sh")), (HERE / ".ci" / "run").read_text()
         for command in ("python3 -m venv .venv", "-r requirements.txt", ".venv/bin/python -m pytest -q"):
             assert command in commands and command in ci
-    @pytest.mark.parametrize("path", sorted((HERE / "benchmarks").rglob("*.json")), ids=lambda path: path.stem)
+    @pytest.mark.parametrize("path", sorted((HERE / "benchmarks").rglob("*.json")), ids=lambda x: x.stem)
     def test_tables_are_of_the_recorded_runs(self, path, monkeypatch):
         """All rows are shown, and no others below the same header; what the differences are is said."""
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
@@ -2693,7 +2694,8 @@ class TestReadme:
         if study:
             assert program.summary() in README
             assert len({len(runs) for runs in results.values()}) == 1
-            assert all(run["seed"] in program.STUDIES[path.stem][1] for runs in results.values() for run in runs)
+            seeds = program.STUDIES[path.stem][1]
+            assert all(run["seed"] in seeds for runs in results.values() for run in runs)
 
     def test_links_lead_to_files(self):
         for folder, page in ((HERE, README), (HERE / "benchmarks", MORE)):
