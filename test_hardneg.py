@@ -2386,6 +2386,14 @@ class TestCommandLine:
         assert [path.stat().st_mtime_ns for path in files] == times
         assert "--epochs 1" in quit_with([*command, "--epochs", "2"], capsys)
 
+    def test_compare_trains_all_losses_equally_long(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr(train, "compare", lambda rows, argv, *_: seen.extend(
+            train.arguments([*argv, *options]).epochs for options in rows.values()))
+        for words in ("simclr hard-simple", "simclr hcl", "simclr hard-simple --epochs 3"):
+            train.main(["--compare", *words.split()])
+        assert seen == [28, 28, None, None, 3, 3]
+
     def test_differences_that_hold(self):
         found = {name: [{"linear": v} for v in values] for name, values in
                  {"a": (10.0, 20.0, 30.0), "b": (12.0, 22.0, 32.5), "c": (9.0, 23.0, 30.5)}.items()}

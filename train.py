@@ -182,6 +182,9 @@ def main(argv=None):
     args = arguments(argv)
     rows = {loss: ["--loss", loss] for loss in args.compare or [args.loss]}
     runs = [arguments([*argv, *options]) for options in rows.values()] if args.compare else [args]
+    budgets = {one.epochs or hardneg.RECIPES[one.recipe]["epochs"] for one in runs}
+    if len(budgets) > 1:  # losses are compared after equally many epochs
+        rows = {loss: [*options, "--epochs", f"{max(budgets)}"] for loss, options in rows.items()}
     try:
         for one in runs:
             check(one)
@@ -466,9 +469,6 @@ def compare(rows, argv, seeds, out):
             for seed in seeds for name, options in rows.items()}
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
     images = read(first, first.size)
-    if len({args.epochs for args in plan.values()}) > 1:  # the same budget for all
-        most = max(args.epochs or hardneg.RECIPES[args.recipe]["epochs"] for args in plan.values())
-        plan = {key: argparse.Namespace(**{**vars(args), "epochs": most}) for key, args in plan.items()}
     epochs = [(args.epochs or hardneg.RECIPES[args.recipe]["epochs"])
               + args.pretrain * (args.method == "diffhard") for args in plan.values()]
     with tqdm(total=len(images.train) * sum(epochs), unit=" images") as bar:
