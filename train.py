@@ -401,7 +401,7 @@ def read_checkpoint(folder, device):
     return state
 
 def write(path, content):
-    """Write a file, text or a function of the open file, whole or not at all."""
+    """Write a file whole or not at all; content is text, or a function that writes to a file object."""
     part, whole = path.with_name(f"{path.name}.part"), io.BytesIO()
     content(whole) if callable(content) else whole.write(content.encode())
     try:
