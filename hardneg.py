@@ -1111,7 +1111,7 @@ class Queue(SimCLR):
     """Contrast a view with one embedded by a slow copy of the encoder; candidates are the copy's embeddings
     of this batch and earlier ones. size: how many earlier ones, fewer than there are images, as an older view
     of the anchor's image is a false negative. momentum: of the copy, in [0, 1). Ref: [8] Algorithm 1, but the
-    copy is in eval mode, and this batch's keys are candidates: else the encoder tells negatives by their age"""
+    copy is in eval mode, and this batch's keys are candidates: without them, age would give negatives away"""
     def __init__(self, criterion, encoder, images, size=4096, momentum=0.99, view_options=None):
         super().__init__(criterion, view_options)
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
