@@ -65,6 +65,10 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         "ot": "--loss ot --temperature 0.07 --epsilon 0.3"}),
     "cifar10-t": ("cifar10", SEARCH, LONG, over_t(CURVE)),
     "tiny-t": ("tiny", SEARCH, f"{LONG} --size 32", over_t({**CURVE, "hcl": "--beta 0.5 --tau-plus 0.0005"})),
+    "tiny": ("tiny", FIVE, f"{LONG} --size 32", {
+        "simclr": "--loss simclr --temperature 0.1", "hard": "--loss hard --temperature 0.1 --alpha 0.3",
+        "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.0005",
+        "ot": "--loss ot --temperature 0.07 --epsilon 0.3"}),
     **{f"classes-{n}": (f"tiny-{n}", THREE, f"--fraction {share} --size 32 --epochs 40 --lr 0.003", {
         "simclr": "--loss simclr --temperature 0.1",
         "hcl": "--loss hcl --temperature 0.1 --beta 0.5 --tau-plus 0"})
