@@ -5,8 +5,10 @@ results.json and checkpoint.pt. Sections: arguments, main and run, images, evalu
 """
 import argparse
 import base64
+import collections
 import contextlib
 import difflib
+import functools
 import html
 import io
 import itertools
@@ -16,13 +18,12 @@ import os
 import re
 import shlex
 import signal
-import statistics
 import string
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from statistics import mean, stdev
 
 try:
     import fcntl
@@ -34,6 +35,8 @@ import torchvision
 from matplotlib import pyplot as plt
 from PIL import Image, ImageOps
 from torchvision import datasets
+from torchvision.datasets.folder import IMG_EXTENSIONS as SUFFIXES
+from torchvision.datasets.folder import make_dataset
 from torchvision.transforms import functional as T
 from tqdm import tqdm
 
@@ -44,22 +47,19 @@ METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 DEFAULTS = {  # of a loss, a method, and a loss or method with a recipe: benchmarks/README.md
     "": {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3, "margin": 0.0, "lead_in": True},
     "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
-    "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3},
+    "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3}, "hard-simple": {"lead_in": False},
     "triplet": {"weights": "top", "margin": 0.5},  # the nearest negative alone lets all embeddings collapse
-    "hard-simple": {"lead_in": False}, "bank": {"momentum": 0.8}, "queue": {"momentum": 0.9},
-    "triplet adamw": {"batch_size": 64, "lr": 2e-3},
-    "hard-simple adamw": {"epochs": 28, "batch_size": 64, "lr": 2e-3},
-    "bank adamw": {"epochs": 24, "batch_size": 64, "lr": 2e-3},
-    "queue adamw": {"epochs": 24, "batch_size": 64, "lr": 2e-3},
-    "diffhard adamw": {"epochs": 6, "batch_size": 64, "lr": 2e-3}}
-WEIGHT_OPTIONS = ("temperature", "beta", "alpha", "epsilon", "cost", "kappa")
+    "bank": {"momentum": 0.8}, "queue": {"momentum": 0.9}, "diffhard": {"momentum": 0.99},
+    **{f"{name} adamw": {"epochs": n, "batch_size": 64, "lr": 2e-3} for name, n in
+       (("triplet", 16), ("hard-simple", 28), ("bank", 24), ("queue", 24), ("diffhard", 6))}}
+LOSS_OPTIONS = "weights objective tau_plus margin temperature beta alpha epsilon cost kappa".split()
 FREE = "out resume device root report evaluate workers compare seeds overwrite export command".split()
-PATHS = ("root", "out")
+READING = "evaluate data root fraction workers device".split()  # flags that act on --evaluate
 EFFECTS = {  # flags: the weights, objectives and methods on which they act
     "temperature": "tilted nce ppcl decoupled", "tau_plus": "nce ppcl decoupled", "beta anneal": "tilted",
     "epsilon cost kappa": "transported", "alpha lead_in": "top", "margin": "triplet", "bound": "clae",
     "queue_size": "queue", "momentum": "bank queue diffhard",
-    "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard"}
+    "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard", "seeds": "compare"}
 FIRST = "loss temperature alpha method data encoder epochs out compare help_all".split()  # flags of --help
 FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
 PICTURES = "curves", "nearest", "map", "histograms", "pairs"
@@ -69,23 +69,22 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         if found := re.search(r"choice: '(\S*)' \(choose from (.*)\)|unrecognized arguments: (\S+)", message):
             choice, choices, flag = found.groups()
-            flags = [word for action in self._actions for word in action.option_strings]
-            words = re.findall(r"[\w-]+", choices) if choices else flags
+            words = re.findall(r"[\w-]+", choices) if choices else list(self._option_string_actions)
             near = difflib.get_close_matches(choice or flag, words, 1, 0.5)
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"train.py: {message}\n")
 
 def arguments(argv=None):
     """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
         usage="python train.py [flags]", description=__doc__.split("\n")[0], allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter, add_help=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
     yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
     own = lambda key: "None: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
-    parser.add_argument("--help", "-h", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--help-all", action="store_true", help="explain all flags")
+    parser.add_argument("--help-all", action="help", help="explain all flags")
     add = parser.add_argument_group("loss").add_argument
     add("--loss", choices=hardneg.PRESETS, help="weights and objective; None: hcl, or ppcl for diffhard")
     add("--weights", choices=hardneg.WEIGHTS, help="of the negatives; None: of the loss, top for triplet")
@@ -121,7 +120,7 @@ def arguments(argv=None):
     add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 6 to 28 for some")
     add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, or 64")
     add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
-    add("--lr", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
+    add("--lr", "--learning-rate", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
@@ -130,8 +129,7 @@ def arguments(argv=None):
     add("--report", **yes, help="end with pictures of what the encoder has learned, in DIR/report.html")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
     add("--overwrite", **no, help="replace a finished run in DIR")
-    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS,
-        help="train with each of these losses, other options alike, and say which differences hold")
+    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="which losses differ, over seeds")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
     add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
     add("--export", nargs=2, type=Path, metavar=("RUN", "FILE"), help="only write RUN's encoder to FILE.pt2")
@@ -145,24 +143,21 @@ def arguments(argv=None):
     add("--gan-lr", **real, default=4e-4, help="learning rate of generator and discriminator")
     add("--ascent-lr", **real, default=1e-4, help="peak rate of the ascent: higher makes images harder")
 
+    for action in parser._actions:
+        action.help = action.help if {"--help-all", action.dest} & {*FIRST, *argv} else argparse.SUPPRESS
     args = parser.parse_args(argv)
-    if args.help or args.help_all:
-        for action in parser._actions:
-            action.help = action.help if args.help_all or action.dest in FIRST else argparse.SUPPRESS
-        parser.exit(print(parser.format_help()))
-    del args.help, args.help_all
-    args.command = shlex.join(["python", "train.py", *(sys.argv[1:] if argv is None else argv)])
+    args.command = shlex.join(["python", "train.py", *argv])
     game = args.method == "diffhard"
     args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
     weights, objective, tau_plus = hardneg.PRESETS[args.loss]
     if args.objective is None:  # nce knows no generated pairs
         args.objective = "ppcl" if game and args.pairs and objective == "nce" else objective
-    known = {"weights": weights, "tau_plus": tau_plus}
+    known = {**hardneg.RECIPES[args.recipe], "weights": weights, "tau_plus": tau_plus}
     for key in ("", args.loss, *[args.method] * (args.method != "simclr"), f"{args.loss} {args.recipe}",
                 f"{args.method} {args.recipe}"):
         known |= DEFAULTS.get(key, {})
     for name, value in known.items():
-        if getattr(args, name) is None:
+        if getattr(args, name, value) is None:
             setattr(args, name, value)
     if args.out is None:
         variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
@@ -171,20 +166,26 @@ def arguments(argv=None):
     return args
 
 def effective(args, name):
-    """Tell whether an option has an effect with the weights, the objective and the method of a run."""
+    """Tell whether an option has an effect on what the command does."""
+    if args.evaluate or args.export:
+        return name in (READING if args.evaluate else ["export"])
     on = [words.split() for flags, words in EFFECTS.items() if name in flags.split()]
-    return not on or not {args.weights, args.objective, args.method}.isdisjoint(on[0])
+    parts = {args.weights, args.objective, args.method, "compare" if args.compare else None}
+    return not on or not parts.isdisjoint(on[0])
+
+def options_of(args):
+    """List what makes a run what it is, {option: value}: it must stay when the run goes on."""
+    return {name: value for name, value in vars(args).items()
+            if name not in FREE and value is not None and effective(args, name)}
 
 # ---- Main and run ------------------------------------------------------------------------------------------
 def main(argv=None):
     """Run the command. An error ends it with one line, and exit code 2 if it is in the options, else 1."""
     argv = sys.argv[1:] if argv is None else argv
     args = arguments(argv)
-    rows = {loss: ["--loss", loss] for loss in args.compare or [args.loss]}
-    runs = [arguments([*argv, *options]) for options in rows.values()] if args.compare else [args]
-    budgets = {one.epochs or hardneg.RECIPES[one.recipe]["epochs"] for one in runs}
-    if len(budgets) > 1:  # losses are compared after equally many epochs
-        rows = {loss: [*options, "--epochs", f"{max(budgets)}"] for loss, options in rows.items()}
+    runs = [arguments([*argv, "--loss", loss]) for loss in args.compare or [args.loss]]
+    epochs = f"{max(one.epochs for one in runs)}"  # losses are compared after equally many
+    rows = {one.loss: ["--loss", one.loss, "--epochs", epochs] for one in runs}
     try:
         for one in runs:
             check(one)
@@ -193,7 +194,9 @@ def main(argv=None):
     for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
         name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
         if not any(effective(one, name) for one in runs):
-            print(f"{flag} has no effect with {', '.join(rows)} and method {args.method}")
+            mode = "--evaluate" if args.evaluate else "--export" if args.export else f"method {args.method}"
+            where = "without --compare" if name == "seeds" else f"with {', '.join(rows)} and {mode}"
+            print(f"{flag} has no effect {where}")
     try:
         if args.export:
             export(*args.export)
@@ -216,11 +219,12 @@ def check(args):
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} cannot be used here; try --device cpu") from error
-    given = [args.evaluate, *(args.export or [])[:1]]
+    require(args.data in ("shapes", *TORCHVISION) or Path(args.data).is_dir(), "--data", args.data,
+            f"shapes, {', '.join(TORCHVISION)}, or a folder that exists")
+    given = [path for path in [args.evaluate, *(args.export or [])[:1]] if path]
     for folder in [args.out] * bool(args.resume) + given:
-        fine = folder is None or (folder / "checkpoint.pt").exists()
-        require(fine, "the folder of a run", folder, "one that holds checkpoint.pt")
-    finished = (args.out / "results.json").exists() and not (args.overwrite or args.compare or any(given))
+        require((folder / "checkpoint.pt").exists(), "RUN", folder, "the folder of a run, with checkpoint.pt")
+    finished = (args.out / "results.json").exists() and not (args.overwrite or args.compare or given)
     require(not finished or args.resume, "--out", args.out,
             "another folder, as the run in it is finished; --overwrite replaces it")
     require(0 < args.fraction <= 1, "--fraction", args.fraction, "in (0, 1]")
@@ -235,8 +239,7 @@ def check(args):
 
 def build(args, images, group=None):
     """Make the encoder and its training as the options say."""
-    names = (*WEIGHT_OPTIONS, "weights", "objective", "tau_plus", "margin")
-    criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in names})
+    criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in LOSS_OPTIONS})
     encoder = untrained(args.encoder, images, args.seed)
     if args.sync_batchnorm:
         encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
@@ -259,28 +262,21 @@ def run(args, images=None, known=None, bar=None):
         torch.distributed.barrier()
     encoder, training = build(args, images, group)
     describe(args, training)
-    same = {name: value for name, value in vars(args).items() if name not in FREE}
-    if rank == 0:
-        args.out.mkdir(parents=True, exist_ok=True)
-        require(os.access(args.out, os.W_OK), "--out", args.out, "a folder that can be written to")
     with alone(args.out) if rank == 0 else contextlib.nullcontext():
-        state = restore(args, training, same)
+        state = restore(args, training)
         if group:
             torch.distributed.barrier()  # every process has read the checkpoint before one removes it
         if rank > 0:  # the first process alone measures and writes
             for _ in training:
                 pass
             return
-        if state is None:
-            state = begin(args, encoder, images, {} if known is None else known)
-        learn(args, training, state, same, images, bar)
-        rows = {**state["before"], "trained encoder": [evaluate(encoder, images)]}
+        state = state or begin(args, images)
+        learn(args, training, state, images, bar)
+        rows = measure(images, {} if known is None else known, args.encoder, args.seed, encoder)
         draw_curves(args.out / "curves.png", state["history"])
-        seconds, seen = state["seconds"], len(images.train) * training.epochs
-        options = {k: f"{v}" if isinstance(v, Path) else v for k, v in vars(args).items() if k != "command"}
-        facts = {name: options[name] for name in ("loss", "method", "data", "seed")} | {
-            "epochs": training.epochs, "seconds": round(seconds, 1),
-            "images_per_second": round(seen / seconds, 1), "options": options}
+        facts = {name: getattr(args, name) for name in "loss method data seed epochs device".split()} | {
+            "seconds": round(state["seconds"], 1), "options": options_of(args),
+            "images_per_second": round(len(images.train) * training.epochs / state["seconds"], 1)}
         if args.report:
             draw_pictures(args, training, images)
             write_page(args, rows, facts)
@@ -288,9 +284,8 @@ def run(args, images=None, known=None, bar=None):
 
 def describe(args, training):
     """Print the loss with the options that have an effect, its schedules, and its value at chance."""
-    shown = [f"{name} {getattr(args, name)}" for name in ("tau_plus", "margin", *WEIGHT_OPTIONS)
-             if effective(args, name) and getattr(args, name) is not None]
-    print(f"loss {args.loss}: weights {args.weights}, objective {args.objective}, {', '.join(shown)}"
+    known = options_of(args)
+    print(f"loss {args.loss}: {', '.join(f'{name} {known[name]}' for name in LOSS_OPTIONS if name in known)}"
           + f", on {training.ranks} processes" * (training.ranks > 1))
     for name, schedule in training.schedules.items():
         part = "first half of the run" if name == "alpha" else "run"
@@ -304,6 +299,7 @@ def describe(args, training):
 @contextlib.contextmanager
 def alone(folder):
     """Keep other runs out of a folder; the lock goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:
             if fcntl:
@@ -312,18 +308,22 @@ def alone(folder):
             raise ValueError(f"--out is {folder}, where another run is at work; name another") from None
         yield
 
-def begin(args, encoder, images, known):
-    """Remove what an earlier run left, measure what needs no training → the state of a run."""
+def begin(args, images):
+    """Remove what an earlier run left → the state of a new one."""
     for name in ("checkpoint.pt", "results.json", "report.html", "evaluate-*", "*.png", "*.part"):
         for path in list(args.out.glob(name)):
             print(f"removing {path}, of an earlier run")
             path.unlink()
-    print("measuring the raw pixels and the untrained encoder …", flush=True)
-    own = args.encoder, args.seed
+    return {"history": [], "seen": [], "seconds": 0.0, "size": images.train.shape[-1]}
+
+def measure(images, known, name, seed, encoder):
+    """Measure raw pixels, the untrained encoder of a seed and the trained one; known keeps the first two."""
+    print("measuring the encoder, its untrained state and raw pixels …", flush=True)
+    own, before = (name, seed), lambda: untrained(name, images, seed)
     known["raw"] = known.get("raw") or evaluate(None, images)
-    known[own] = known.get(own) or evaluate(encoder, images)
-    return {"history": [], "seen": [], "seconds": 0.0, "size": images.train.shape[-1],
-            "before": {"raw pixels": [known["raw"]], "untrained encoder": [known[own]]}}
+    known[own] = known.get(own) or evaluate(before(), images)
+    return {"raw pixels": [known["raw"]], "untrained encoder": [known[own]],
+            "trained encoder": [evaluate(encoder, images)]}
 
 def join(args):
     """Join torchrun's processes → process group, rank; None, 0 for a process on its own."""
@@ -357,47 +357,49 @@ def make_method(args, criterion, encoder, images):
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
-    momentum = 0.99 if args.momentum is None else args.momentum
     fine = args.method != "queue" or args.queue_size < max(2, len(train))
     require(fine, "--queue-size", args.queue_size, f"below the number of training images, {len(train)}")
     require(args.method == "simclr" and images.classes or not args.true_positives, "true_positives", "on",
             "off: it is for the method simclr and images with classes")
     partners = (train, images.train_labels) if args.true_positives else None
-    game = lambda: hardneg.Game(
-        size, args.width, args.latent, args.pairs, args.ascent, momentum, args.pretrain, args.every,
-        lr=args.gan_lr, ascent_lr=args.ascent_lr)
     return {
         "simclr": lambda: hardneg.SimCLR(criterion, views, partners),
-        "bank": lambda: hardneg.Bank(criterion, encoder, train, momentum, views),
-        "queue": lambda: hardneg.Queue(criterion, encoder, train, args.queue_size, momentum, views),
+        "bank": lambda: hardneg.Bank(criterion, encoder, train, args.momentum, views),
+        "queue": lambda: hardneg.Queue(criterion, encoder, train, args.queue_size, args.momentum, views),
         "clae": lambda: hardneg.CLAE(criterion, args.bound, views),
-        "diffhard": lambda: hardneg.DiffHard(criterion, game(), views),
+        "diffhard": lambda: hardneg.DiffHard(criterion, hardneg.Game(
+            size, args.width, args.latent, args.pairs, args.ascent, args.momentum, args.pretrain, args.every,
+            lr=args.gan_lr, ascent_lr=args.ascent_lr), views),
     }[args.method]()
 
-def restore(args, training, same):
+def restore(args, training):
     """Bring the training to where it was stopped → the state of the run; None if the run begins anew."""
     stopped = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
     if args.overwrite or args.resume is False or args.resume is None and not stopped:
         return None
     try:
         state = read_checkpoint(args.out, args.device)
-        other = [f"--{k.replace('_', '-')} was {v}" for k, v in state["args"].items() if v != same.get(k)]
-        require(not other, "--out", args.out, f"another folder, as the run in it has other options: {other}")
+        require_same(args.out, state["args"], options_of(args))
         training.load_state_dict(state["training"])
     except ValueError as error:
         raise ValueError(f"{error}; --no-resume begins anew") from error
     print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
     return state
 
+def require_same(folder, was, now):
+    """Require that the run in a folder has these options."""
+    other = [f"--{k.replace('_', '-')} was {was.get(k)}" for k in {**was, **now} if was.get(k) != now.get(k)]
+    require(not other, "--out", folder, f"another folder, as in the run there {', '.join(other)}")
+
 def read_checkpoint(folder, device):
     """Read the checkpoint of a run; ValueError if it is missing, broken or of another program."""
     path = folder / "checkpoint.pt"
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-        foreign = [name for name in ("args", "training", "before", "history", "seen") if name not in state]
+        foreign = [name for name in ("args", "training", "history", "seen") if name not in state]
     except Exception as error:  # broken files raise exceptions of many types
-        raise ValueError(f"{path} cannot be read ({error!r:.100})") from error
-    require(not foreign, path, f"without {foreign}", "a checkpoint of this program")
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())[:100]})") from error
+    require(not foreign, path, f"without {', '.join(foreign)}", "a checkpoint of this program")
     return state
 
 def write(path, content):
@@ -418,31 +420,19 @@ def write(path, content):
 def stoppable(active):
     """Collect Ctrl-C and SIGTERM in a list, for a loop to stop between steps; the second stops at once."""
     asked, before = [], {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if active}
-    def ask(number, _):
-        asked.append(number)
-        signal.signal(number, before[number])
+    for number in before:
+        signal.signal(number, lambda n, _: (asked.append(n), signal.signal(n, before[n])))
     try:
-        for number in before:
-            signal.signal(number, ask)
         yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-def learn(args, training, state, same, images, bar=None):
+def learn(args, training, state, images, bar=None):
     """Train to the end with a progress bar; after each epoch and when stopped, save all that a run needs."""
-    n, start, seen = len(training.images), time.perf_counter(), state["seen"]
-    total, own, few = n * (training.method.pretrain + training.epochs), bar is None, at_most(images, 1000)
-
-    def save():
-        nonlocal start
-        state["seconds"] += time.perf_counter() - start
-        state["seen"] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
-        everything = {**state, "args": same, "training": training.state_dict()}
-        write(args.out / "checkpoint.pt", lambda file: torch.save(everything, file))
-        start = time.perf_counter()
-
-    with (tqdm(total=total, unit=" images") if own else contextlib.nullcontext(bar) as bar,
+    n, seen, before = len(training.images), state["seen"], state["seconds"] - time.perf_counter()
+    few, epochs = at_most(images, 1000), training.method.pretrain + training.epochs
+    with (tqdm(total=n * epochs, unit=" images") if bar is None else contextlib.nullcontext(bar) as bar,
           stoppable(training.ranks == 1) as stop):
         bar.update(n * (training.method.pretrain + training.epoch) + n * training.done // training.batches)
         bar.unpause()  # what was done before says nothing of the speed
@@ -450,16 +440,19 @@ def learn(args, training, state, same, images, bar=None):
             seen.append(progress)
             if bar.update(progress["images"]) and "loss" in progress:  # sometimes: it waits for the device
                 bar.set_postfix_str(f"loss {float(progress['loss']):.3f}")
+            if training.done > 0 and not stop:
+                continue
+            seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
             if training.done == 0:
-                values = {name: [float(step[name]) for step in seen if name in step] for name in FIGURES}
-                means = {name: sum(some) / len(some) for name, some in values.items() if some}
-                seen.clear()
+                values = {name: [step[name] for step in seen if name in step] for name in FIGURES}
+                means = {name: mean(some) for name, some in values.items() if some}
                 if training.epoch % -(-training.epochs // 10) == 0 and images.classes:
                     means |= evaluate(training.encoder, few, ("knn",))
                 state["history"].append({"epoch": training.epoch, **means})
-                save()
-            elif stop:
-                save()
+                seen.clear()
+            state["seconds"] = before + time.perf_counter()
+            everything = {**state, "args": options_of(args), "training": training.state_dict()}
+            write(args.out / "checkpoint.pt", lambda file: torch.save(everything, file))
             if stop:
                 raise KeyboardInterrupt
 
@@ -469,61 +462,51 @@ def compare(rows, argv, seeds, out):
             for seed in seeds for name, options in rows.items()}
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
     images = read(first, first.size)
-    epochs = [(args.epochs or hardneg.RECIPES[args.recipe]["epochs"])
-              + args.pretrain * (args.method == "diffhard") for args in plan.values()]
-    with tqdm(total=len(images.train) * sum(epochs), unit=" images") as bar:
-        for n, ((name, _), args) in zip(epochs, plan.items()):
+    work = lambda args: len(images.train) * (args.epochs + args.pretrain * (args.method == "diffhard"))
+    with tqdm(total=sum(map(work, plan.values())), unit=" images") as bar:
+        for (name, _), args in plan.items():
             bar.set_description(args.out.name)
             if (args.out / "results.json").exists():
-                bar.update(len(images.train) * n)
+                bar.update(work(args))
             else:
                 with contextlib.redirect_stdout(io.StringIO()):
                     run(args, images, known, bar)
             results = json.loads((args.out / "results.json").read_text())
-            wanted = json.loads(json.dumps(vars(args), default=str))
-            other = [f"--{k.replace('_', '-')} {v}" for k, v in results["options"].items()
-                     if k not in FREE and v != wanted.get(k)]
-            require(not other, "--out", out, f"another folder: {args.out} has a run with {', '.join(other)}")
-            results["options"] = {k: v for k, v in results["options"].items() if k not in PATHS}
-            found[name].append(results)  # without paths, so that it can be published
+            require_same(args.out, results["options"], options_of(args))
+            found[name].append(results)
+    found = dict(sorted(found.items(), key=lambda row: -mean(r["linear"] or 0 for r in row[1])))
     write(out / "compare.json", json.dumps(found, indent=1) + "\n")
-    draw_comparison(out / "compare.png", found)
+    if images.classes:
+        draw_comparison(out / "compare.png", found)
     print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, all runs")
 
 def spread(values, digits=1):
     """Write mean ± standard deviation; the mean alone for one value."""
-    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{deviation}"
-
-def by_accuracy(found):
-    """Sort the names of {name: results of each seed}, the best first."""
-    return sorted(found, key=lambda name: -statistics.mean(r["linear"] or 0 for r in found[name]))
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 def table_of(found):
-    """Write {name: results of each seed} as a Markdown table, the best first."""
-    rows, some = {f"`{name}`": found[name] for name in by_accuracy(found)}, next(iter(found.values()))
-    if some[0]["linear"] is not None:
-        rows |= {"untrained encoder": [r["untrained"] for r in some], "raw pixels": [some[0]["raw"]]}
+    """Write {name: results of each seed} as a Markdown table."""
+    rows, some = {f"`{name}`": runs for name, runs in found.items()}, next(iter(found.values()))
+    rows |= {"untrained encoder": [r["untrained"] for r in some], "raw pixels": [some[0]["raw"]]}
     heading, *lines = cells(rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines))
 
 def difference(one, other, figure="linear"):
     """Return the mean difference of two lists of results, paired by seed, and its standard error."""
     gaps = [a[figure] - b[figure] for a, b in zip(one, other)]
-    return statistics.mean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
+    return mean(gaps), stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
 
 def verdict(found):
     """Say which differences of linear accuracy exceed twice their standard error."""
-    order = by_accuracy(found)
-    n = len(found[order[0]])
-    if n < 2 or found[order[0]][0]["linear"] is None:
-        return "No difference can be judged: that takes images with classes, and at least two seeds."
-    held, others = [], []
-    for name, other in itertools.combinations(order, 2):
+    n, some = len(next(iter(found.values()))), next(iter(found.values()))
+    if n < 2 or len(found) < 2 or some[0]["linear"] is None:
+        return "No difference can be judged: that takes two losses, two seeds and images with classes."
+    said = {True: [], False: []}
+    for name, other in itertools.combinations(found, 2):
         gap, error = difference(found[name], found[other])
-        (held if gap > 2 * error else others).append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
+        said[abs(gap) > 2 * error].append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
     return (f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
-            f"{', '.join(held) or 'none'}. They do not: {', '.join(others) or 'none'}.")
+            f"{', '.join(said[True]) or 'none'}. They do not: {', '.join(said[False]) or 'none'}.")
 
 def transfer(args):
     """Measure the encoder of a run on other images: only the readout is trained. Ref: [3] Tables 3, 4"""
@@ -532,12 +515,11 @@ def transfer(args):
     print(f"{was['encoder']} of {args.evaluate}, after {epochs} epochs of training on {was['data']}")
     images = read(args, state["size"])
     encoder = untrained(was["encoder"], images, was["seed"])
-    rows = {"raw pixels": [evaluate(None, images)], "untrained encoder": [evaluate(encoder, images)]}
     encoder.load_state_dict(state["training"]["encoder"])
-    rows["trained encoder"] = [evaluate(encoder, images)]
+    rows = measure(images, {}, was["encoder"], was["seed"], encoder)
     name = Path(args.data).name + f"-{args.fraction:g}" * (args.fraction < 1)
     save_results(args.evaluate / f"evaluate-{name}.json", rows, {
-        "run": str(args.evaluate), "trained_on": was["data"], "epochs": epochs, "data": args.data,
+        "run": args.evaluate, "trained_on": was["data"], "epochs": epochs, "data": args.data,
         "fraction": args.fraction})
 
 def export(run, path):
@@ -549,18 +531,11 @@ def export(run, path):
     example = torch.zeros(2, 3, state["size"], state["size"])
     program = torch.export.export(encoder.eval(), (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
     write(path, lambda file: torch.export.save(program, file))
-    features, z = encoder(example)
-    print(f"{path}: images (n, {', '.join(map(str, example.shape[1:]))}) in [0, 1] → features (n, "
-          f"{features.shape[1]}), embeddings (n, {z.shape[1]})")
+    print(f"{path}: images (n, {', '.join(map(str, example.shape[1:]))}) in [0, 1] → features, embeddings")
 
 # ---- Images: uint8 (n, 3, H, W) ----------------------------------------------------------------------------
-class Images(NamedTuple):
-    """Hold a training set and a test set with labels, and the names of the classes."""
-    train: torch.Tensor         # (n, 3, H, W) uint8
-    train_labels: torch.Tensor  # (n,), −1 where there is no label
-    test: torch.Tensor          # (m, 3, H, W) uint8
-    test_labels: torch.Tensor   # (m,)
-    classes: list               # of names, empty for images without labels
+# uint8 (n, 3, H, W), labels (n,), −1 where there is none, and the names of the classes, if there are any
+Images = collections.namedtuple("Images", "train train_labels test test_labels classes")
 
 def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=None):
     """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
@@ -569,7 +544,6 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     val/) of this kind. One without folders of classes holds images without labels, at any depth. size: side
     in pixels; None: their own, in a folder at most 96. fraction: share of each class to train on, in (0, 1].
     workers: processes that decode a folder's images; None: as many as cores, for more than 5000 files."""
-    require(0 < fraction <= 1, "fraction", fraction, "in (0, 1]")
     if data not in ("shapes", *TORCHVISION):
         return from_folder(Path(data), size, fraction, seed, workers)
     if data == "shapes":
@@ -606,7 +580,6 @@ def shapes(n=8000, classes=10, seed=0, size=32):
 
     classes: 2 to 10. The outline is the class; colours, place, scale, rotation and noise are random."""
     require(2 <= classes <= len(OUTLINES), "classes", classes, f"2 to {len(OUTLINES)}")
-    require(n >= 1, "n", n, "at least 1")
     generator = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.rand(*shape, generator=generator)
     labels = (torch.arange(n) % classes)[torch.randperm(n, generator=generator)]
@@ -643,8 +616,8 @@ def from_torchvision(name, root, size):
     try:
         found = [getattr(datasets, kind)(root, download=True, **part) for part in parts]
     except Exception as error:  # no network, a full disk, a broken archive: exceptions of many types
-        raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}). Put the files "
-                           f"of torchvision's {kind} there, or name a folder of images") from error
+        raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}); put torchvision's "
+                           f"files of {kind} there, or name a folder of images") from error
     sets = []
     for part in found:
         x, labels = torch.as_tensor(part.data), part.targets if hasattr(part, "targets") else part.labels
@@ -656,8 +629,7 @@ def from_torchvision(name, root, size):
     return Images(*sets, [str(c) for c in getattr(found[0], "classes", range(10))])
 
 def from_folder(folder, size, fraction, seed, workers):
-    """Read a folder of images as torchvision's ImageFolder does, but without hidden folders → Images."""
-    require(folder.is_dir(), "data", folder, f"shapes, {', '.join(TORCHVISION)}, or a folder of images")
+    """Read a folder of images as torchvision's ImageFolder does, but nothing hidden → Images."""
     sources = [folder / name for name in ("train", "test", "val") if (folder / name).is_dir()][:2]
     parts, classes, sets = [], None, []
     for source in sources if (folder / "train").is_dir() else [folder]:
@@ -665,8 +637,10 @@ def from_folder(folder, size, fraction, seed, workers):
         names = names if len(names) > 1 else []  # one folder is no choice of classes
         classes = names if classes is None else classes
         require(names == classes, "data", source, f"a folder of train/'s classes, {classes}, not {names}")
-        parts.append([datasets.folder.make_dataset(source, {name: k}, datasets.folder.IMG_EXTENSIONS)
-                      for k, name in enumerate(names)] or [unlabelled(source)])
+        shown = lambda sample: "/." not in f"/{Path(sample[0]).relative_to(source).as_posix()}"
+        kinds = {name: k for k, name in enumerate(names)} or {"": -1}
+        parts.append([list(filter(shown, make_dataset(source, {name: k}, SUFFIXES, allow_empty=not names)))
+                      for name, k in kinds.items()])
     if len(parts) == 1:  # no test set: hold out every fifth image of each class
         parts.append([samples[4::5] for samples in parts[0]])
         parts[0] = [[s for k, s in enumerate(samples) if k % 5 < 4] for samples in parts[0]]
@@ -674,19 +648,12 @@ def from_folder(folder, size, fraction, seed, workers):
     keep = share(torch.tensor([label for _, label in train]), fraction, seed) if train else []
     for samples in ([train[k] for k in keep], test):
         paths, labels = [path for path, _ in samples], torch.tensor([label for _, label in samples])
-        readable = (image for _, image in map(Files(paths, 0).__getitem__, range(len(paths)))
-                    if torch.is_tensor(image))
-        size = size or next(readable, torch.empty(32)).shape[-1]  # that of the first image
+        sizes = (image.shape[-1] for image in map(try_image, paths) if torch.is_tensor(image))
+        size = size or next(sizes, 32)  # that of the first image
         images, whole = decode(paths, size, workers)
-        require(len(whole) >= 2, "data", folder, "a folder with 2 readable images to train on, and 2 to test")
+        require(len(whole) >= 2, "data", folder, "a folder with 2 images (jpg, png, webp) to train on and 2 to test")
         sets += [images, labels[whole]]
     return Images(*sets, classes)
-
-def unlabelled(folder):
-    """List the images at any depth of a folder, but not in hidden folders → [(path, −1)]."""
-    paths = [path for path in sorted(folder.rglob("*"))
-             if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
-    return [(str(path), -1) for path in paths if path.suffix.lower() in datasets.folder.IMG_EXTENSIONS]
 
 def read_image(path, size):
     """Read the middle of an image, (3, size, size); size 0: its own if square and ≤ 96, else 32, 64 or 96."""
@@ -706,27 +673,20 @@ def read_image(path, size):
         picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
     return T.pil_to_tensor(picture)
 
-class Files(torch.utils.data.Dataset):
-    """Decode image files: the k-th item is k and the image (3, size, size), or the error if there is one."""
-    def __init__(self, paths, size):
-        self.paths, self.size = paths, size
-
-    def __len__(self):
-        return len(self.paths)
-
-    def __getitem__(self, k):
-        try:
-            return k, read_image(self.paths[k], self.size)
-        except Exception as error:  # broken files raise exceptions of many types
-            return k, str(error)
+def try_image(path, size=0):
+    """Read an image, or return the error as text."""
+    try:
+        return read_image(path, size)
+    except Exception as error:  # broken files raise exceptions of many types
+        return str(error)
 
 def decode(paths, size, workers):
     """Decode files → images uint8 (n, 3, size, size), the places of those; a warning names broken ones."""
     images, whole, broken = torch.empty(len(paths), 3, size, size, dtype=torch.uint8), [], []
     workers = workers if workers is not None else os.cpu_count() if len(paths) > 5000 else 0
-    files = torch.utils.data.DataLoader(Files(paths, size), batch_size=None, num_workers=workers,
-                                        generator=torch.Generator())  # keeps the global seed
-    for k, image in tqdm(files, "reading", unit=" files", leave=False, delay=2):
+    files = torch.utils.data.DataLoader(paths, None, num_workers=workers, generator=torch.Generator(),
+                                        collate_fn=functools.partial(try_image, size=size))
+    for k, image in enumerate(tqdm(files, "reading", unit=" files", leave=False, delay=2)):
         if torch.is_tensor(image):
             images[len(whole)] = image
             whole.append(k)
@@ -738,22 +698,18 @@ def decode(paths, size, workers):
     return images[:len(whole)], whole
 
 # ---- Evaluation and report ---------------------------------------------------------------------------------
-COLUMNS = {"linear": ("linear %", 1), "knn": ("kNN %", 1), "uniformity": ("uniformity", 2),
-           "tolerance": ("tolerance", 2)}  # heading, digits
+COLUMNS = {"linear": "linear %", "knn": "kNN %", "uniformity": "uniformity", "tolerance": "tolerance"}
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
+<title>$title</title><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem; color: #222 }
 h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% } div { overflow-x: auto }
 td { padding: .1rem .8rem .1rem 0; white-space: nowrap } pre { white-space: pre-wrap; background: #eee }
-</style>
-<h1>$title</h1><p>$summary</p><div><table>$table</table></div>
+</style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
 <p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200 nearest (kNN).
 Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean cosine within a class.</p>
-$pictures
-<h2>The command that repeats this run</h2><pre>$command</pre>
+$pictures<h2>The command that repeats this run</h2><pre>$command</pre>
 <h2>Options</h2><div><table>$options</table></div></html>
 """)
 
@@ -771,30 +727,26 @@ def evaluate(encoder, images, figures=tuple(COLUMNS)):
     pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
     (train, _), (test, z) = (hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
                              for x in (images.train[some], images.test))
-    labels = images.test_labels
-    sets = train, images.train_labels[some], test, labels
-    known = {"uniformity": lambda: hardneg.uniformity(z), "tolerance": lambda: hardneg.tolerance(z, labels),
+    sets = train, images.train_labels[some], test, images.test_labels
+    known = {"uniformity": lambda: hardneg.uniformity(z), "tolerance": lambda: hardneg.tolerance(z, sets[3]),
              "linear": lambda: hardneg.linear_readout(*sets), "knn": lambda: hardneg.knn_accuracy(*sets)}
-    return {name: float(known[name]()) for name in figures if images.classes or name == "uniformity"}
+    possible = figures if images.classes else ("uniformity",)
+    return {name: round(float(known[name]()), 4) if name in possible else None for name in figures}
 
 def cells(rows):
     """Write {name: figures of each run} as lists of strings, the heading first, without empty columns."""
-    shown = {k: column for k, column in COLUMNS.items() if next(iter(rows.values()))[0].get(k) is not None}
-    lines = [[name, *(spread([run[k] for run in runs], digits) if k in runs[0] else ""
-                      for k, (_, digits) in shown.items())] for name, runs in rows.items()]
-    return [["", *(heading for heading, _ in shown.values())], *lines]
+    shown = [k for k in COLUMNS if next(iter(rows.values()))[0].get(k) is not None]
+    lines = [[name, *(spread([run[k] for run in runs], 1 if "%" in COLUMNS[k] else 2) if k in runs[0] else ""
+                      for k in shown)] for name, runs in rows.items()]
+    return [["", *(COLUMNS[k] for k in shown)], *lines]
 
 def save_results(path, rows, facts):
     """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
-    print()
-    for name, *line in cells(rows):
-        print(f"{name:18}" + "".join(f"{cell:>12}" for cell in line))
-    known = {name.split()[0]: {k: round(runs[0][k], 4) if k in runs[0] else None for k in COLUMNS}
-             for name, runs in rows.items()}
-    trained = known.pop("trained")
-    others = {name: {k: row[k] for k in ("linear", "knn")} for name, row in known.items()}
+    print("", *(f"{name:18}" + "".join(f"{x:>12}" for x in line) for name, *line in cells(rows)), sep="\n")
+    raw, untrained, trained = (runs[0] for runs in rows.values())
     versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, torchvision)}
-    write(path, json.dumps({**facts, **trained, **others, "versions": versions}, indent=2) + "\n")
+    results = {**facts, **trained, "untrained": untrained, "raw": raw, "versions": versions}
+    write(path, json.dumps(results, indent=2, default=str) + "\n")
     print(f"saved in {path}")
 
 def write_page(args, rows, facts):
@@ -851,17 +803,13 @@ def draw_curves(path, history):
 
 def draw_comparison(path, found):
     """Draw the linear accuracy of each row, with a point for each seed."""
-    if next(iter(found.values()))[0]["linear"] is None:
-        return
-    order = by_accuracy(found)[::-1]
-    figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(order)), layout="constrained")
-    for place, name in enumerate(order):
-        values = [r["linear"] for r in found[name]]
-        axis.barh(place, statistics.mean(values), color="C0", alpha=0.6)
-        axis.plot(values, [place] * len(values), "k.", ms=5)
-    axis.axvline(statistics.mean(r["untrained"]["linear"] for r in found[order[0]]), color="k", ls=":")
-    axis.set(yticks=range(len(order)), yticklabels=order, xlabel="linear readout, % of test images")
-    axis.set_title(f"{order[-1]} reaches {spread([r['linear'] for r in found[order[-1]]])} %")
+    values, best = {name: [r["linear"] for r in runs] for name, runs in found.items()}, next(iter(found))
+    figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(values)), layout="constrained")
+    axis.barh(list(values), list(map(mean, values.values())), alpha=0.6)
+    axis.invert_yaxis()
+    axis.plot(*zip(*((x, name) for name, some in values.items() for x in some)), "k.", ms=5)
+    axis.axvline(mean(r["untrained"]["linear"] for r in found[best]), color="k", ls=":")
+    axis.set(xlabel="linear readout, % of test images", title=f"{best} reaches {spread(values[best])} %")
     save(figure, path, "Comparison", "Bars are means, points seeds, the dotted line the untrained encoder.")
 
 def draw_pairs(args, training, n=42):
@@ -870,13 +818,11 @@ def draw_pairs(args, training, n=42):
     z = game.latents(n, torch.Generator(args.device).manual_seed(args.seed))
     with torch.no_grad():
         images = [game.G(z), game.G_ema(z)]
-    one, other = (hardneg.embed(training.encoder, x)[1] for x in images)
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
     axis.imshow(sheet.permute(1, 2, 0).cpu().numpy())
     axis.axis("off")
-    title = f"Generated images: the mean cosine of a pair is {(one * other).sum(1).mean():.2f}"
-    save(figure, args.out / "pairs.png", title,
+    save(figure, args.out / "pairs.png", "Generated images",
          "Side by side, images of one latent by the generator and by its slow copy, six pairs in a row.")
 
 def draw_pictures(args, training, images):
@@ -897,25 +843,21 @@ def draw_nearest(args, embeddings, labels, test, columns=7):
     chosen = chosen if len(chosen) > 1 else range(min(4, len(labels)))  # no classes
     figure, axes = plt.subplots(2 * len(chosen), columns + 1, figsize=(6, 2 * len(chosen)), squeeze=False,
                                 layout="constrained")
-    same = dict.fromkeys(embeddings, 0)
+    for axis in axes.flat:
+        axis.axis("off")
     for turn, (name, z) in enumerate(embeddings.items()):
         logits = (z @ z.T / args.temperature).fill_diagonal_(-math.inf)
-        log_w = hardneg.weigh(args.weights, logits, **{k: getattr(args, k) for k in WEIGHT_OPTIONS})
+        log_w = hardneg.weigh(args.weights, logits, **{k: getattr(args, k) for k in LOSS_OPTIONS[4:]})
         for row, anchor in enumerate(map(int, chosen)):
             nearest = logits[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
-            for axis in axes[2 * row + turn]:
-                axis.axis("off")
             for axis, k in zip(axes[2 * row + turn], (anchor, *nearest)):
                 false = k != anchor and bool(labels[k] == labels[anchor] >= 0)
-                same[name] += false
                 axis.imshow(test[k].permute(1, 2, 0).cpu().numpy())
                 axis.set_title(name if k == anchor else f"{log_w[anchor, k].exp():.2g}", fontsize=8,
                                color="C1" if false else "k")
-    title = f"Nearest images of the same class: {same['trained']}, before training {same['untrained']}"
-    title = title if labels.max() >= 0 else "The nearest images, before and after training"
     caption = ("Left, an image; beside it its nearest others, the hardest negatives, with their weights."
                + " Orange: of the image's class, so a false negative." * bool(labels.max() >= 0))
-    save(figure, args.out / "nearest.png", title, caption)
+    save(figure, args.out / "nearest.png", "The hardest negatives, before and after training", caption)
 
 def draw_map(out, z, labels, classes, neighbours=15, steps=300):
     """Draw embeddings in the plane so that neighbours stay neighbours: t-SNE on the neighbours' graph."""

@@ -154,9 +154,9 @@ def table(name):
     if STUDIES[name][1] is not SEARCH:
         return train.table_of(found)
     lines = {}
-    for row, runs in found.items():
+    for row in rows:
         loss, _, column = row.rpartition("-")
-        value = f"{runs[0]['linear']:.1f}"
+        value = f"{found[row][0]['linear']:.1f}"
         settings = rows[row].partition(f"--loss {loss} ")[2] if name == "defaults" else ""
         lines.setdefault(f"`{loss}`", {})[column] = f"`{settings}` {value}" if settings else value
     heading = ["", *next(iter(lines.values()))]
@@ -168,7 +168,7 @@ def summary(names=("shapes", "cifar10")):
     """Write the first table of ../README.md: the linear readout of each loss in each study."""
     found = [read(name) for name in names]
     lines = [["loss", *names], ["---"] * (len(names) + 1)]
-    for loss in found[0]:
+    for loss in STUDIES[names[0]][3]:
         cells = [[run["linear"] for run in study.get(loss, [])] for study in found]
         lines.append([f"`{loss}`", *(train.spread(values) if values else "" for values in cells)])
     for figure, name in (("untrained", "untrained encoder"), ("raw", "raw pixels")):
