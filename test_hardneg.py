@@ -1,14 +1,5 @@
 """Tests of hardneg.py, in groups: `python -m pytest test_hardneg.py -k TestOracle` runs one of them.
 
-    TestOracle, TestLimits          every loss against reference_numpy.py, and where it becomes another one
-    TestPublishedCode               values of published code, recorded
-    TestTheorems, TestInvariants    what the papers prove, and what leaves a loss unchanged
-    TestNegatives                   negatives of each anchor's own, masks, functions, torch.compile
-    TestEdges, TestErrors           extreme, degenerate and invalid input
-    TestGradients, TestModule       autograd, memory, learned temperatures
-    TestDevices, TestDraw, TestSchedules, TestSinkhorn, TestViews, TestImages, TestEncoders, TestMemoryBank,
-    TestGame, TestReadouts, TestTraining, TestMicroBatches, TestRanks, TestCommandLine, TestReadme
-
 Embeddings are random: similarities tie, and losses have kinks, only where a test wants it.
 `BLOCK_SIZE=1 python -m pytest test_hardneg.py` sets the block size of every call that leaves it open.
 """
@@ -307,12 +298,9 @@ class TestPublishedCode:
             paper's, so epsilon is half of its own (equal for "exp"). Its Sinkhorn stops at 1e-9: hence 1e-8.
     simclr, ppcl   in this order: lightly 1.6.0 NTXentLoss (3 cases); pytorch-metric-learning 2.9.0 NTXentLoss
             (1), SupConLoss (2); info-nce-pytorch 0.1.4 InfoNCE (2).
-    CALLS   lightly NTXentLoss, DCLLoss; info-nce-pytorch InfoNCE, with unpaired, with paired negative keys;
-            lightly NTXentLoss, its bank set; open_clip 3.3.0 ClipLoss; sentence-transformers 6.2.0
-            MultipleNegativesRankingLoss, also with hardness; pytorch-metric-learning SupConLoss.
+    CALLS   in the README's order, also open_clip 3.3.0 and sentence-transformers 6.2.0.
     BANK    WangFeng18/UnsupervisedLearningCodes 4f817da, objective.py, without its import of sklearn:
-            PointLoss, HardNegativePointLoss, FlatLoss, HardFlatLoss, SingleLoss, in this order.
-    """
+            PointLoss, HardNegativePointLoss, FlatLoss, HardFlatLoss, SingleLoss, in this order."""
     BATCH = [  # loss, views or source of the negatives, samples, t, options; value, norm, projection
         ("hcl", 2, 4, 0.5, dict(tau_plus=0.0, beta=0.0), 2.89919106559, 0.482717240596, -0.459201896528),
         ("hcl", 2, 9, 1.0, dict(tau_plus=0.1, beta=0.0), 2.83214016943, 0.196835401277, 0.0624100798361),
@@ -548,9 +536,7 @@ class TestTheorems:
         pos, neg = torch.tensor(pos), torch.tensor(neg)
         weights = hardneg.tilted(neg, beta), tau_plus, t, hardneg.tilted(pos, beta)
         close(hardneg.debiased(pos, neg, *weights), eq_2, 1e-11)
-
-    def test_exact_form_needs_many_positives(self):
-        assert oracle.exact_tilted([2.0], [0.0, 0.5, 1.0, -1.0], 1, 0.1) < 0  # the mean of a positive number
+        assert oracle.exact_tilted([2.0], [0.0, 0.5, 1.0, -1.0], 1, 0.1) < 0  # it needs many positives
 
     # [2] Lemma 2, Theorem 1: without regularisation a constant encoder wins the game
     @given(**SEEDS, n=st.integers(2, 6), d=st.integers(2, 4), epsilon=st.sampled_from([0.02, 0.1, 0.5, 2.0]))
@@ -934,11 +920,6 @@ class TestNegatives:
 
 class TestEdges:
     """Extreme and degenerate input gives finite and accurate losses, in every dtype."""
-    @pytest.mark.parametrize("length", [1e-30, 1e30])
-    def test_unit_rows_of_any_length(self, length):
-        x = torch.tensor(normal(1, 4, 3), dtype=torch.float32)
-        close(hardneg.unit(x * length), hardneg.unit(x), 1e-6)
-
     @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("corner", corners())
     def test_degenerate_batches(self, corner, loss):
@@ -1147,15 +1128,6 @@ class TestGradients:
                 found = contrastive_loss(*views, **bank, **options)
             close(found, value, 1e-12)
             assert not found.requires_grad
-    @pytest.mark.parametrize("reduction", ["mean", "none"])
-    @pytest.mark.parametrize("block_size", [0, 3])
-    def test_backward_twice_needs_retain_graph(self, reduction, block_size):
-        views = tensors(normal(15, 8, 3), 2, grad=True)[0]
-        value = 3 * contrastive_loss(*views, reduction=reduction, block_size=block_size).sum()
-        first, second = (torch.autograd.grad(value, views, retain_graph=again) for again in (True, False))
-        close(torch.cat(first), torch.cat(second), 0)
-        with pytest.raises(RuntimeError, match="second time"):
-            torch.autograd.grad(value, views)
     @pytest.mark.parametrize("block_size", [0, 3])
     def test_changes_in_place_are_detected(self, block_size):
         x, y, bank = torch.tensor(normal(16, 3, 4, 3))
@@ -1962,11 +1934,6 @@ class TestTraining:
                 for accuracy in (hardneg.linear_readout, hardneg.knn_accuracy):
                     assert accuracy(x, labels, x, labels) > 25
         assert {x.device.type for x in (loss, *figures.values())} == {DEVICE}
-    def test_images_alone_in_their_class_or_unlabelled_are_their_own_partners(self):
-        images = torch.arange(6).view(6, 1, 1, 1).expand(6, 3, 8, 8)
-        labels = torch.tensor([-1, -1, 0, 0, 1, -1])
-        method = hardneg.SimCLR(hardneg.ContrastiveLoss(), partners=(images, labels))
-        assert method.others_of_class(torch.arange(6), seeded(0))[:, 0, 0, 0].tolist() == [0, 1, 3, 2, 4, 5]
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("recipe", hardneg.RECIPES)
     def test_resumes_to_the_same_bits(self, few, name, recipe, tmp_path):
@@ -2116,8 +2083,7 @@ class TestTraining:
          {"objective": ["nce"]}),
         (lambda x, size: hardneg.Encoder(size=size), {"size": [33]}),
         (lambda x, encoder: hardneg.Encoder(encoder), {"encoder": ["large"]}),
-        (lambda x, **o: train.shapes(**o), {"n": [0], "classes": [1, 11]}),
-        (lambda x, **o: train.load(**o), {"data": ["no-such-set"], "fraction": [0, 1.1]})])
+        (lambda x, classes: train.shapes(classes=classes), {"classes": [1, 11]})])
     def test_invalid_arguments_are_named(self, few, call, invalid):
         for name, value in ((name, value) for name, values in invalid.items() for value in values):
             with pytest.raises(ValueError, match=f"^{name} is .*; it must be "):
@@ -2347,8 +2313,8 @@ class TestCommandLine:
             assert text in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
-        assert results.keys() == set("loss method data seed epochs device seconds images_per_second linear knn "
-                                     "uniformity tolerance untrained raw options versions".split())
+        assert results.keys() == set("loss method data seed epochs device seconds images_per_second options "
+                                     "linear knn uniformity tolerance untrained raw versions".split())
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert results["raw"].keys() == results["untrained"].keys() == train.COLUMNS.keys()
         assert set(times_of(out)) == {"checkpoint.pt", "results.json", "report.html", "curves.png",
@@ -2570,7 +2536,7 @@ class TestCommandLine:
         for options in ([], ["--workers", "2", "--alpha", "0.2"]):
             train.main(["--evaluate", str(run), "--data", str(other), *options])
             said = capsys.readouterr().out
-            assert "32 × 32 pixels" in said and bool(options) == ("--alpha has no effect with hcl and --ev" in said)
+            assert "32 × 32 pixels" in said and bool(options) == ("--alpha has no effect with" in said)
         results = json.loads((run / "evaluate-other.json").read_text())
         assert (results["trained_on"], results["epochs"], results["data"]) == ("shapes", 2, str(other))
         assert f"RUN is {tmp_path}; it must" in quit_with(["--evaluate", tmp_path], capsys)
@@ -2611,7 +2577,8 @@ class TestCommandLine:
         ("--loss triplet --temperature 1", "--temperature"), ("--bound .1", "--bound"),
         ("--queue-size 9", "--queue-size"), ("--no-pairs", "--no-pairs"), ("--momentum .5", "--momentum"),
         ("--loss simple --weights tilted --temperature 1", ""), ("--compare hcl hard --alpha .3", ""),
-        ("--compare hcl ot --alpha .3", "--alpha"), ("--seeds 2", "--seeds has no effect without"), ("--loss ppcl --tau-plus .1", "")])
+        ("--compare hcl ot --alpha .3", "--alpha"), ("--loss ppcl --tau-plus .1", ""),
+        ("--seeds 2", "--seeds has no effect without")])
     def test_flags_without_effect_are_said(self, words, said, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(train, "read", lambda *_: 1 / 0)
         quit_with([*words.split(), "--out", tmp_path], capsys, say=(found := []))

@@ -129,7 +129,7 @@ def arguments(argv=None):
     add("--report", **yes, help="end with pictures of what the encoder has learned, in DIR/report.html")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
     add("--overwrite", **no, help="replace a finished run in DIR")
-    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="which losses differ, over seeds")
+    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="which losses differ?")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
     add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
     add("--export", nargs=2, type=Path, metavar=("RUN", "FILE"), help="only write RUN's encoder to FILE.pt2")
@@ -616,8 +616,8 @@ def from_torchvision(name, root, size):
     try:
         found = [getattr(datasets, kind)(root, download=True, **part) for part in parts]
     except Exception as error:  # no network, a full disk, a broken archive: exceptions of many types
-        raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}); put torchvision's "
-                           f"files of {kind} there, or name a folder of images") from error
+        raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
+                           f"of {kind} there, or name a folder of images") from error
     sets = []
     for part in found:
         x, labels = torch.as_tensor(part.data), part.targets if hasattr(part, "targets") else part.labels
@@ -651,7 +651,7 @@ def from_folder(folder, size, fraction, seed, workers):
         sizes = (image.shape[-1] for image in map(try_image, paths) if torch.is_tensor(image))
         size = size or next(sizes, 32)  # that of the first image
         images, whole = decode(paths, size, workers)
-        require(len(whole) >= 2, "data", folder, "a folder with 2 images (jpg, png, webp) to train on and 2 to test")
+        require(len(whole) >= 2, "data", folder, "one with 2 readable images (jpg, png) to train on, 2 to test")
         sets += [images, labels[whole]]
     return Images(*sets, classes)
 
