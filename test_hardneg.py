@@ -182,16 +182,6 @@ class TestOracle:
         assume(weights != "transported" or feasible(allowed_pairs(b, v, labels=labels)))
         agree(normal(seed, v * b, 3), v, weights=weights, objective=objective, labels=labels,
               alpha=round(alpha, 2), **options)
-    @pytest.mark.parametrize("weights, objective", PAIRS)
-    @given(**SEEDS, v=st.integers(2, 3), b=st.integers(1, 4), k=st.integers(1, 6), owned=st.booleans(),
-           labelled=st.sampled_from(["none", "views", "all"]), tau_plus=st.sampled_from([0.0, 0.2]),
-           block_size=BLOCK_SIZES)
-    def test_pairs_with_a_bank(self, weights, objective, seed, v, b, k, owned, labelled, **options):
-        labels = None if labelled == "none" else rng(seed).integers(3, size=b + k * (labelled == "all"))
-        own = rng(seed + 1).integers(k, size=b) if owned else None
-        assume(weights != "transported" or feasible(allowed_pairs(b, v, k, labels, own)))
-        agree(normal(seed, v * b + k, 3), v, k, weights=weights, objective=objective, own=own, labels=labels,
-              **options)
     @given(**BATCHES, tau_plus=st.sampled_from([0.0, 0.1]), block_size=BLOCK_SIZES)
     def test_gradient_through_the_coupling(self, seed, v, b, d, **options):
         # 1e-7: Sinkhorn stops when its marginals are right to 1e-12, while its derivative still converges
@@ -795,15 +785,6 @@ class TestInvariants:
         same(ours(x @ rotation, v, k, loss=loss), (value, numpy(gradient) @ rotation), 1e-9)
         same(ours(x * lengths, v, k, loss=loss), (value, numpy(gradient) / lengths), 1e-9)
         close((numpy(gradient) * x).sum(1), np.zeros(v * b + k), 1e-10)  # tangent to the sphere
-    @pytest.mark.parametrize("loss", PRESETS)
-    @given(**BATCHES, k=st.sampled_from([0, 3]), labelled=st.booleans(), size=st.integers(1, 5),
-           reduction=st.sampled_from(["mean", "sum", "none"]))
-    def test_block_size(self, loss, seed, v, b, d, k, labelled, size, reduction):
-        x, options = normal(seed, v * b + k, d), {"loss": loss, "reduction": reduction}
-        if labelled and loss != "ot":
-            options["labels"] = rng(seed).integers(3, size=b + k)
-        options["weight"] = normal(seed, b if k else v * b) if reduction == "none" else None
-        same(ours(x, v, k, block_size=size, **options), ours(x, v, k, block_size=0, **options), 1e-11)
 
 def corners():
     """Return degenerate batches by name, two views stacked in one array."""
@@ -820,33 +801,26 @@ class TestNegatives:
     @pytest.mark.parametrize("weights, objective, where", [
         (*pair, where) for pair in PAIRS for where in ("batch", "bank", "each")
         if pair[0] != "transported" or where != "each"])  # there no candidate is shared
-    @given(**SAMPLES, v=st.integers(2, 3), k=st.integers(1, 4), hidden=st.floats(0, 0.8), owned=st.booleans(),
+    @given(**SAMPLES, v=st.integers(2, 3), k=st.integers(1, 5), hidden=st.just(0) | st.floats(0, 0.8),
            drop_above=st.sampled_from([None, -3, -0.4, 0.2]), labelled=st.booleans(), block_size=BLOCK_SIZES,
-           tau_plus=st.sampled_from([0.0, 0.1]), detach_weights=st.sampled_from([None, True]))
+           owned=st.booleans(), tau_plus=st.sampled_from([0, 0.1]), detach_weights=st.sampled_from([None, 1]))
     def test_masks(self, weights, objective, where, seed, v, b, k, hidden, owned, labelled, **options):
-        """The last anchor may lose all its candidates; -3 drops those of every anchor."""
+        """The last anchor may lose all its candidates; -3 drops those of every anchor. One sample will do, if
+        there are others to contrast it with."""
+        b = max(1, b - 1) if where != "batch" else b
         rows, each = {"batch": (0, 0), "bank": (k, 0), "each": (b * k, k)}[where]
         a, n = (b, k) if rows else (v * b, v * b)
         options["mask"], x = rng(seed).random((a, n)) >= hidden, normal(seed, v * b + rows, 3)
         options["mask"][-1] &= seed % 3 > 0
         options |= {"weights": weights, "objective": objective,
                     "own": rng(seed).integers(k, size=b) if owned and rows else None,
-                    "labels": rng(seed).integers(3, size=b) if labelled and not rows else None}
+                    "labels": rng(seed).integers(3, size=b + k * (where == "bank")) if labelled else None}
         if weights == "transported":
             names = "own", "mask", "labels", "drop_above", "objective"
             bank = oracle.unit(x[v * b:]) if rows else None
             left = oracle._who_is_who(np.split(oracle.unit(x[:v * b]), v), bank, *map(options.get, names))[1]
             assume(feasible(np.array(left) > -INF))
         agree(x, v, rows, each=each, **options)
-    @pytest.mark.parametrize("loss", sorted({*PRESETS} - {"ot"}))
-    @given(**SAMPLES, k=st.integers(1, 5), block_size=BLOCK_SIZES,
-           reduction=st.sampled_from(["mean", "none"]))
-    def test_each_anchor_its_own(self, loss, seed, b, k, reduction, **options):
-        x, options = normal(seed, 2 * b + b * k, 3), {"loss": loss, "reduction": reduction, **options}
-        agree(x, 2, b * k, each=k, weight=normal(seed, b) if reduction == "none" else None, **options)
-        views, bank = tensors(x[:2 * b + k], 2, k)
-        close(contrastive_loss(*views, negatives=bank["negatives"].expand(b, k, 3), **options),
-              contrastive_loss(*views, **bank, **options), 1e-12)
     @pytest.mark.parametrize("weights", ["uniform", "tilted", "hardest", "top"])
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
     @given(**SEEDS, v=st.integers(2, 3), k=st.sampled_from([0, 4]), t=st.floats(0.2, 1), size=BLOCK_SIZES,
@@ -1224,12 +1198,6 @@ class TestDevices:
                                                 reduction=reduction, block_size=block_size, return_stats=True)
                 value.sum().backward()
             assert {y.device.type for y in (value, *stats.values())} == {DEVICE}
-    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
-    def test_draw(self, weights):
-        logits = torch.tensor(normal(21, 4, 5), device=DEVICE)
-        with torch.device("meta"):
-            index = hardneg.draw(getattr(hardneg, weights)(logits), 1)
-        assert index.device.type == DEVICE and index.shape == (4, 1)
 
 class TestDraw:
     """Indices have the frequencies of their weights, and a generator's state replays them."""

@@ -785,7 +785,7 @@ def draw(path, title, caption, panels, **look):
         for label, (x, y) in content.items():
             axis.plot(np.asarray(x), np.asarray(y), ".-", label=label, ms=12 * (len(x) < 20), linewidth=1)
         axis.set(title=name, **look)
-        axis.legend()
+        axis.legend(fontsize="small")
     save(figure, path, title, caption)
 
 def draw_curves(path, history):

@@ -79,8 +79,8 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
                               ("hcl", "--temperature 0.2 --beta 0.5 --tau-plus 0.01"))}),
     "beta": ("cifar10", THREE, f"{SHORT} --temperature 0.2", {  # [1], App. C
         "simclr": "--loss simclr", "simclr-true": "--loss simclr --true-positives",
-        **{f"hcl{name}": f"--loss hcl --beta 0.5 --tau-plus 0.01 {options}" for name, options in
-           (("", ""), ("-annealed", "--anneal"), ("-true", "--true-positives"))}}),
+        **{f"hcl-{beta}{name}": f"--loss hcl --beta {beta} --tau-plus 0.01 {options}" for beta in (0.5, 1, 2)
+           for name, options in (("", ""), ("-annealed", "--anneal"), ("-true", "--true-positives"))}}),
     "epsilon-tau": ("cifar10", SEARCH, f"{SHORT} --temperature 0.2", {  # [2], VII-A
         f"{epsilon}-{tau}": f"--loss ot --epsilon {epsilon} --tau-plus {tau}"
         for epsilon in (0.1, 0.3, 1) for tau in (0, 0.01, 0.05)}),
@@ -164,11 +164,12 @@ def table(name):
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *body))
 
 
-def summary(names=("shapes", "cifar10")):
-    """Write the first table of ../README.md: the linear readout of each loss in each study."""
+def summary():
+    """Write the first table of ../README.md: the linear readout of each loss on each set of images."""
+    names = {"shapes": "shapes", "cifar10": "CIFAR-10", "tiny": "Tiny ImageNet"}
     found = [read(name) for name in names]
-    lines = [["loss", *names], ["---"] * (len(names) + 1)]
-    for loss in STUDIES[names[0]][3]:
+    lines = [["loss", *names.values()], ["---"] * (len(names) + 1)]
+    for loss in STUDIES["shapes"][3]:
         cells = [[run["linear"] for run in study.get(loss, [])] for study in found]
         lines.append([f"`{loss}`", *(train.spread(values) if values else "" for values in cells)])
     for figure, name in (("untrained", "untrained encoder"), ("raw", "raw pixels")):
