@@ -414,10 +414,6 @@ class TestLimits:
         if v == 2:
             same(ppcl, simclr, 1e-11)
         assert ppcl[0] - simclr[0] >= math.log(v - 1) - 1e-12
-    @given(**SAMPLES, d=st.integers(2, 4))
-    def test_large_epsilon_is_uniform_in_a_batch(self, seed, b, d):
-        x, epsilon = normal(seed, 2 * b, d), 1e4
-        close(ours(x, 2, loss="ot", epsilon=epsilon)[0], ours(x, 2, loss="simclr")[0], 8 / epsilon)  # 4 · 2/ε
     @given(**SAMPLES, more=st.integers(1, 3))
     def test_large_epsilon_is_not_uniform_in_a_bank_with_own_rows(self, seed, b, more):
         """Uniform weights would give too much mass to the rows that every anchor may use."""
@@ -804,6 +800,7 @@ class TestNegatives:
     @given(**SAMPLES, v=st.integers(2, 3), k=st.integers(1, 5), hidden=st.just(0) | st.floats(0, 0.8),
            drop_above=st.sampled_from([None, -3, -0.4, 0.2]), labelled=st.booleans(), block_size=BLOCK_SIZES,
            owned=st.booleans(), tau_plus=st.sampled_from([0, 0.1]), detach_weights=st.sampled_from([None, 1]))
+    @settings(max_examples=15)
     def test_masks(self, weights, objective, where, seed, v, b, k, hidden, owned, labelled, **options):
         """The last anchor may lose all its candidates; -3 drops those of every anchor. One sample will do, if
         there are others to contrast it with."""
