@@ -54,15 +54,14 @@ DEFAULTS = {  # of a loss, a method, and a loss or method with a recipe: benchma
        (("triplet", 16), ("hard-simple", 28), ("bank", 24), ("queue", 24), ("diffhard", 6))}}
 LOSS_OPTIONS = "weights objective tau_plus margin temperature beta alpha epsilon cost kappa".split()
 FREE = "out resume device root report evaluate workers compare seeds overwrite export command".split()
-READING = "evaluate data root fraction workers device".split()  # flags that act on --evaluate
 EFFECTS = {  # flags: the weights, objectives and methods on which they act
     "temperature": "tilted nce ppcl decoupled", "tau_plus": "nce ppcl decoupled", "beta anneal": "tilted",
     "epsilon cost kappa": "transported", "alpha lead_in": "top", "margin": "triplet", "bound": "clae",
     "queue_size": "queue", "momentum": "bank queue diffhard",
     "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard", "seeds": "compare"}
-FIRST = "loss temperature alpha method data encoder epochs out compare help_all".split()  # flags of --help
+FIRST = "loss temperature alpha method data encoder epochs out compare help help_all".split()  # of --help
 FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
-PICTURES = "curves", "nearest", "map", "histograms", "pairs"
+PICTURES = "curves.png", "nearest.png", "map.png", "histograms.png", "pairs.png"
 
 class Parser(argparse.ArgumentParser):
     """Say a mistake in one line, with the nearest word that would work, and end with exit code 2."""
@@ -79,36 +78,35 @@ def arguments(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
         usage="python train.py [flags]", description=__doc__.split("\n")[0], allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
     yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
-    own = lambda key: "None: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
+    own = lambda key: "default: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
     parser.add_argument("--help-all", action="help", help="explain all flags")
     add = parser.add_argument_group("loss").add_argument
-    add("--loss", choices=hardneg.PRESETS, help="weights and objective; None: hcl, or ppcl for diffhard")
-    add("--weights", choices=hardneg.WEIGHTS, help="of the negatives; None: of the loss, top for triplet")
-    add("--objective", choices=hardneg.OBJECTIVES, help="None: that of the loss; ppcl for generated pairs")
-    tuned = lambda key, other: "None: " + ", ".join(
+    add("--loss", choices=hardneg.PRESETS, help="weights and objective; default: hcl, or ppcl for diffhard")
+    add("--weights", choices=hardneg.WEIGHTS, help="of the negatives; default: of the loss, top for triplet")
+    add("--objective", choices=hardneg.OBJECTIVES, help="default: that of the loss; ppcl for generated pairs")
+    tuned = lambda key, other: "default: " + ", ".join(
         f"{row[key]:g} for {name}" for name, row in DEFAULTS.items() if name and key in row) + other
     add("--temperature", **real, help=f"divides cosines, above 0; {tuned('temperature', ', else 0.1')}")
-    add("--tau-plus", **real, help=f"false negatives, in [0, 1) [1]; {tuned('tau_plus', ', 0.1 for hcl')}")
+    add("--tau-plus", **real, help=f"share of false negatives [1]; {tuned('tau_plus', ', 0.1 for hcl')}")
     add("--beta", **real, default=1.0, help="hcl: concentration on near negatives, at least 0 [1]")
     add("--anneal", **no, help="hcl: lower beta to 0 in five steps over the run")
-    add("--epsilon", **real, help="ot: regularisation, in units of the cost, above 0 [2]; None: 0.1")
+    add("--epsilon", **real, help="ot: regularisation, in units of the cost, above 0 [2]; default: 0.1")
     add("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"), help="ot: cost of the coupling")
     add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
-    add("--alpha", **real, nargs="?", help=f"share kept, in (0, 1] [4]; {tuned('alpha', ', else 0.1')}")
-    add("--lead-in", **open_, help="lower the share from 1 to alpha at first; None: not for hard-simple")
-    add("--margin", **real, help="triplet: a squared distance, at least 0; None: 0.5")
+    add("--alpha", **real, nargs="?", help=f"hard: share of nearest kept [4]; {tuned('alpha', ', else 0.1')}")
+    add("--lead-in", **open_, help="lower the share from 1 to alpha at first; default: not for hard-simple")
+    add("--margin", **real, help="triplet: a squared distance, at least 0; default: 0.5, or 0")
     add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
     add = parser.add_argument_group("data").add_argument
     add("--data", default="shapes", metavar="NAME", help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
         "folder: one folder of images per class, train/ and test/ that hold such folders, or images alone")
     add("--root", default="data", metavar="DIR", help="where torchvision's sets are, or are downloaded to")
     add("--fraction", **real, default=1.0, help="share of each class to train on, in (0, 1]")
-    add("--workers", **whole, help="processes that decode a folder's images; None: as many as cores, if many")
-    add("--size", **whole, help="side of images in pixels; None: their own, in a folder at most 96")
+    add("--workers", **whole, help="processes that decode a folder; default: all cores, if it is large")
+    add("--size", **whole, help="side of images in pixels; default: their own, in a folder at most 96")
     add = parser.add_argument_group("training").add_argument
     add("--method", default="simclr", choices=METHODS, help="candidates: simclr, the batch; bank, a row per "
         "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]")
@@ -119,15 +117,15 @@ def arguments(argv=None):
     add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
     add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 6 to 28 for some")
     add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, or 64")
-    add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; None: a batch")
+    add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; default: a batch")
     add("--lr", "--learning-rate", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
-    add("--out", type=Path, metavar="DIR", help="output folder; None: runs/DATA-METHOD-LOSS-SEED")
+    add("--out", type=Path, metavar="DIR", help="output folder; default: runs/DATA-METHOD-LOSS-SEED")
     add("--report", **yes, help="end with pictures of what the encoder has learned, in DIR/report.html")
-    add("--resume", **open_, help="continue the run in DIR, or begin anew; None: continue if it was stopped")
+    add("--resume", **open_, help="continue the run in DIR, or begin anew; default: continue if stopped")
     add("--overwrite", **no, help="replace a finished run in DIR")
     add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="which losses differ?")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
@@ -144,9 +142,11 @@ def arguments(argv=None):
     add("--ascent-lr", **real, default=1e-4, help="peak rate of the ascent: higher makes images harder")
 
     for action in parser._actions:
+        action.help += " (default: %(default)s)" * (action.default not in (None, False, argparse.SUPPRESS))
         action.help = action.help if {"--help-all", action.dest} & {*FIRST, *argv} else argparse.SUPPRESS
     args = parser.parse_args(argv)
-    args.command = shlex.join(["python", "train.py", *argv])
+    at = argv.index("--compare") if "--compare" in argv else len(argv)  # each of its runs has a command
+    args.command = shlex.join(["python", "train.py", *argv[:at], *argv[at + 1 + len(args.compare or ()):]])
     game = args.method == "diffhard"
     args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
     weights, objective, tau_plus = hardneg.PRESETS[args.loss]
@@ -162,13 +162,13 @@ def arguments(argv=None):
     if args.out is None:
         variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
         last = "compare" if args.compare else f"{args.loss}-{args.seed}"
-        args.out = Path("runs", f"{Path(args.data).name}-{args.method}{variant}-{last}")
+        args.out = Path("runs", f"{Path(args.data).resolve().name}-{args.method}{variant}-{last}")
     return args
 
 def effective(args, name):
     """Tell whether an option has an effect on what the command does."""
     if args.evaluate or args.export:
-        return name in (READING if args.evaluate else ["export"])
+        return name in ("evaluate data root fraction workers device" if args.evaluate else "export").split()
     on = [words.split() for flags, words in EFFECTS.items() if name in flags.split()]
     parts = {args.weights, args.objective, args.method, "compare" if args.compare else None}
     return not on or not parts.isdisjoint(on[0])
@@ -184,8 +184,10 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     args = arguments(argv)
     runs = [arguments([*argv, "--loss", loss]) for loss in args.compare or [args.loss]]
-    epochs = f"{max(one.epochs for one in runs)}"  # losses are compared after equally many
-    rows = {one.loss: ["--loss", one.loss, "--epochs", epochs] for one in runs}
+    # losses are compared after equally many epochs, in batches of one size, at one rate
+    epochs, size, lr = ([getattr(one, name) for one in runs] for name in ("epochs", "batch_size", "lr"))
+    alike = f"--epochs {max(epochs)} --batch-size {min(size)} --lr {min(lr)}".split()
+    rows = {one.loss: ["--loss", one.loss, *alike] for one in runs}
     try:
         for one in runs:
             check(one)
@@ -194,9 +196,7 @@ def main(argv=None):
     for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
         name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
         if not any(effective(one, name) for one in runs):
-            mode = "--evaluate" if args.evaluate else "--export" if args.export else f"method {args.method}"
-            where = "without --compare" if name == "seeds" else f"with {', '.join(rows)} and {mode}"
-            print(f"{flag} has no effect {where}")
+            print(f"{flag} has no effect here (loss {', '.join(rows)}, method {args.method})")
     try:
         if args.export:
             export(*args.export)
@@ -209,7 +209,8 @@ def main(argv=None):
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
-        sys.exit("\nStopped; the same command goes on from there.")
+        anew = " without --overwrite or --no-resume" * (args.overwrite or args.resume is False)
+        sys.exit(f"\nStopped; the same command{anew} goes on from there.")
     except (ValueError, ArithmeticError, RuntimeError, OSError, AssertionError) as error:
         sys.exit(f"train.py: {error}")
 
@@ -221,15 +222,20 @@ def check(args):
         raise ValueError(f"--device {args.device} cannot be used here; try --device cpu") from error
     require(args.data in ("shapes", *TORCHVISION) or Path(args.data).is_dir(), "--data", args.data,
             f"shapes, {', '.join(TORCHVISION)}, or a folder that exists")
-    given = [path for path in [args.evaluate, *(args.export or [])[:1]] if path]
-    for folder in [args.out] * bool(args.resume) + given:
-        require((folder / "checkpoint.pt").exists(), "RUN", folder, "the folder of a run, with checkpoint.pt")
-    finished = (args.out / "results.json").exists() and not (args.overwrite or args.compare or given)
+    run, file = args.export or (None, None)
+    resumed = args.out if args.resume and not args.compare else None
+    for flag, folder in (("--out", resumed), ("--evaluate", args.evaluate), ("--export", run)):
+        require(not folder or (folder / "checkpoint.pt").exists(), flag, folder, "the folder of a run")
+    require(file is None or file.suffix == ".pt2", "--export", file, "a file that ends in .pt2")
+    single = args.compare or args.evaluate or run
+    require(not single or not torch.distributed.is_torchelastic_launched(), "the launcher", "torchrun",
+            "python for --compare, --evaluate and --export")
+    finished = (args.out / "results.json").exists() and not (args.overwrite or single)
     require(not finished or args.resume, "--out", args.out,
             "another folder, as the run in it is finished; --overwrite replaces it")
     require(0 < args.fraction <= 1, "--fraction", args.fraction, "in (0, 1]")
     require(args.size is None or 8 <= args.size <= 1024, "--size", args.size, "from 8 to 1024 pixels")
-    require(args.micro_batch is None or args.micro_batch >= 1, "micro_batch", args.micro_batch, "at least 1")
+    require(args.micro_batch is None or args.micro_batch > 0, "--micro-batch", args.micro_batch, "at least 1")
     require(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     size = args.size or 32
     images = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=args.device)
@@ -275,8 +281,8 @@ def run(args, images=None, known=None, bar=None):
         rows = measure(images, {} if known is None else known, args.encoder, args.seed, encoder)
         draw_curves(args.out / "curves.png", state["history"])
         facts = {name: getattr(args, name) for name in "loss method data seed epochs device".split()} | {
-            "seconds": round(state["seconds"], 1), "options": options_of(args),
-            "images_per_second": round(len(images.train) * training.epochs / state["seconds"], 1)}
+            "seconds": round(state["seconds"], 1), "options": options_of(args), "images_per_second": round(
+                len(images.train) * (training.epochs + training.method.pretrain) / state["seconds"], 1)}
         if args.report:
             draw_pictures(args, training, images)
             write_page(args, rows, facts)
@@ -288,8 +294,7 @@ def describe(args, training):
     print(f"loss {args.loss}: {', '.join(f'{name} {known[name]}' for name in LOSS_OPTIONS if name in known)}"
           + f", on {training.ranks} processes" * (training.ranks > 1))
     for name, schedule in training.schedules.items():
-        part = "first half of the run" if name == "alpha" else "run"
-        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g} over the {part}")
+        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g}" + ", in half the run" * (name == "alpha"))
     if args.objective in ("nce", "ppcl") and args.weights != "top":
         n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
         n = {"bank": n - 1, "queue": args.queue_size + views // 2 - 1,
@@ -310,7 +315,7 @@ def alone(folder):
 
 def begin(args, images):
     """Remove what an earlier run left → the state of a new one."""
-    for name in ("checkpoint.pt", "results.json", "report.html", "evaluate-*", "*.png", "*.part"):
+    for name in ("checkpoint.pt", "results.json", "report.html", "evaluate-*.json", *PICTURES):
         for path in list(args.out.glob(name)):
             print(f"removing {path}, of an earlier run")
             path.unlink()
@@ -327,7 +332,7 @@ def measure(images, known, name, seed, encoder):
 
 def join(args):
     """Join torchrun's processes → process group, rank; None, 0 for a process on its own."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if not torch.distributed.is_torchelastic_launched():
         return None, 0
     if args.device == "cuda":
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -339,7 +344,6 @@ def join(args):
 
 def read(args, size):
     """Read the images that the options name, and say what they are."""
-    print(f"reading {args.data} …", flush=True)
     *images, classes = load(args.data, args.root, size, args.fraction, workers=args.workers)
     images = Images(*(x.to(args.device) for x in images), classes)
     size, kinds = images.train.shape[-1], f"{len(classes)} classes" if classes else "no classes or accuracies"
@@ -359,7 +363,7 @@ def make_method(args, criterion, encoder, images):
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
     fine = args.method != "queue" or args.queue_size < max(2, len(train))
     require(fine, "--queue-size", args.queue_size, f"below the number of training images, {len(train)}")
-    require(args.method == "simclr" and images.classes or not args.true_positives, "true_positives", "on",
+    require(args.method == "simclr" and images.classes or not args.true_positives, "--true-positives", "on",
             "off: it is for the method simclr and images with classes")
     partners = (train, images.train_labels) if args.true_positives else None
     return {
@@ -396,7 +400,7 @@ def read_checkpoint(folder, device):
     path = folder / "checkpoint.pt"
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-        foreign = [name for name in ("args", "training", "history", "seen") if name not in state]
+        foreign = [name for name in ("args", "training", "size", "seen") if name not in state]
     except Exception as error:  # broken files raise exceptions of many types
         raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())[:100]})") from error
     require(not foreign, path, f"without {', '.join(foreign)}", "a checkpoint of this program")
@@ -466,7 +470,7 @@ def compare(rows, argv, seeds, out):
     with tqdm(total=sum(map(work, plan.values())), unit=" images") as bar:
         for (name, _), args in plan.items():
             bar.set_description(args.out.name)
-            if (args.out / "results.json").exists():
+            if (args.out / "results.json").exists() and not args.overwrite:
                 bar.update(work(args))
             else:
                 with contextlib.redirect_stdout(io.StringIO()):
@@ -478,7 +482,7 @@ def compare(rows, argv, seeds, out):
     write(out / "compare.json", json.dumps(found, indent=1) + "\n")
     if images.classes:
         draw_comparison(out / "compare.png", found)
-    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/: compare.json, compare.png, all runs")
+    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/")
 
 def spread(values, digits=1):
     """Write mean ± standard deviation; the mean alone for one value."""
@@ -517,14 +521,13 @@ def transfer(args):
     encoder = untrained(was["encoder"], images, was["seed"])
     encoder.load_state_dict(state["training"]["encoder"])
     rows = measure(images, {}, was["encoder"], was["seed"], encoder)
-    name = Path(args.data).name + f"-{args.fraction:g}" * (args.fraction < 1)
+    name = Path(args.data).resolve().name + f"-{args.fraction:g}" * (args.fraction < 1)
     save_results(args.evaluate / f"evaluate-{name}.json", rows, {
         "run": args.evaluate, "trained_on": was["data"], "epochs": epochs, "data": args.data,
         "fraction": args.fraction})
 
 def export(run, path):
     """Write the encoder of a run as a program for torch.export.load, which needs no code of this project."""
-    require(path.suffix == ".pt2", "--export", path, "a file that ends in .pt2")
     state = read_checkpoint(run, "cpu")
     encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
     encoder.load_state_dict(state["training"]["encoder"])
@@ -541,9 +544,8 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
 
     A folder holds one folder of images per class (every fifth image is for the test), or train/ and test/ (or
-    val/) of this kind. One without folders of classes holds images without labels, at any depth. size: side
-    in pixels; None: their own, in a folder at most 96. fraction: share of each class to train on, in (0, 1].
-    workers: processes that decode a folder's images; None: as many as cores, for more than 5000 files."""
+    val/) of this kind, or images without labels, at any depth. size: side in pixels; None: their own, at most
+    96. fraction: share of each class to train on, in (0, 1]. workers: processes that decode files."""
     if data not in ("shapes", *TORCHVISION):
         return from_folder(Path(data), size, fraction, seed, workers)
     if data == "shapes":
@@ -636,7 +638,7 @@ def from_folder(folder, size, fraction, seed, workers):
         names = sorted(path.name for path in source.iterdir() if path.is_dir() and path.name[0] != ".")
         names = names if len(names) > 1 else []  # one folder is no choice of classes
         classes = names if classes is None else classes
-        require(names == classes, "data", source, f"a folder of train/'s classes, {classes}, not {names}")
+        require(names == classes, "--data", source, f"a folder of train/'s classes, {classes}, not {names}")
         shown = lambda sample: "/." not in f"/{Path(sample[0]).relative_to(source).as_posix()}"
         kinds = {name: k for k, name in enumerate(names)} or {"": -1}
         parts.append([list(filter(shown, make_dataset(source, {name: k}, SUFFIXES, allow_empty=not names)))
@@ -651,7 +653,7 @@ def from_folder(folder, size, fraction, seed, workers):
         sizes = (image.shape[-1] for image in map(try_image, paths) if torch.is_tensor(image))
         size = size or next(sizes, 32)  # that of the first image
         images, whole = decode(paths, size, workers)
-        require(len(whole) >= 2, "data", folder, "one with 2 readable images (jpg, png) to train on, 2 to test")
+        require(len(whole) >= 2, "--data", folder, "one with 2 readable images to train on and 2 to test")
         sets += [images, labels[whole]]
     return Images(*sets, classes)
 
@@ -669,9 +671,7 @@ def read_image(path, size):
     if size == 0:
         s = min(picture.size) // 2 * 2
         size = s if max(picture.size) <= min(96, s + 1) else 32 if s < 64 else 64 if s < 96 else 96
-    if picture.size != (size, size):
-        picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
-    return T.pil_to_tensor(picture)
+    return T.pil_to_tensor(T.center_crop(T.resize(picture, size, BICUBIC), size))
 
 def try_image(path, size=0):
     """Read an image, or return the error as text."""
@@ -714,9 +714,10 @@ $pictures<h2>The command that repeats this run</h2><pre>$command</pre>
 """)
 
 def at_most(images, n):
-    """Take some 2n images, an equal share of each class."""
-    some, others = (share(labels.cpu(), min(1, n / len(labels)), 0) for labels in (images[1], images[3]))
-    return Images(images[0][some], images[1][some], images[2][others], images[3][others], images[4])
+    """Take about n training and n test images, an equal share of each class."""
+    x, labels, y, others, classes = images
+    some, rest = (share(part.cpu(), min(1, n / len(part)), 0) for part in (labels, others))
+    return Images(x[some], labels[some], y[rest], others[rest], classes)
 
 def evaluate(encoder, images, figures=tuple(COLUMNS)):
     """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
@@ -754,7 +755,7 @@ def write_page(args, rows, facts):
     text = lambda x: html.escape(str(x))
     table = lambda lines: "".join(f"<tr>{''.join(f'<td>{text(cell)}' for cell in line)}" for line in lines)
     pictures = ""
-    for path in (args.out / f"{name}.png" for name in PICTURES):
+    for path in (args.out / name for name in PICTURES):
         if path.exists():
             with Image.open(path) as image:
                 title, caption = image.text["Title"], image.text["Description"]
@@ -803,10 +804,9 @@ def draw_curves(path, history):
 
 def draw_comparison(path, found):
     """Draw the linear accuracy of each row, with a point for each seed."""
-    values, best = {name: [r["linear"] for r in runs] for name, runs in found.items()}, next(iter(found))
+    best, values = next(iter(found)), {name: [r["linear"] for r in found[name]] for name in reversed(found)}
     figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(values)), layout="constrained")
     axis.barh(list(values), list(map(mean, values.values())), alpha=0.6)
-    axis.invert_yaxis()
     axis.plot(*zip(*((x, name) for name, some in values.items() for x in some)), "k.", ms=5)
     axis.axvline(mean(r["untrained"]["linear"] for r in found[best]), color="k", ls=":")
     axis.set(xlabel="linear readout, % of test images", title=f"{best} reaches {spread(values[best])} %")
@@ -822,8 +822,7 @@ def draw_pairs(args, training, n=42):
     sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
     axis.imshow(sheet.permute(1, 2, 0).cpu().numpy())
     axis.axis("off")
-    save(figure, args.out / "pairs.png", "Generated images",
-         "Side by side, images of one latent by the generator and by its slow copy, six pairs in a row.")
+    save(figure, args.out / "pairs.png", "Generated images", "Each pair: a latent by G and by its slow copy.")
 
 def draw_pictures(args, training, images):
     """Draw what the encoder has learned, from some 2000 test images."""
@@ -873,8 +872,10 @@ def draw_map(out, z, labels, classes, neighbours=15, steps=300):
         loss.backward()
         optimizer.step()
     figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    x = x.detach().cpu().numpy()
+    axis.scatter(*x.T, s=6, color="0.9")  # more classes than colours
     for c, name in enumerate(classes[:10] or [""]):
-        axis.scatter(*x.detach()[labels == (c if classes else -1)].T.cpu().numpy(), s=6, label=name)
+        axis.scatter(*x[(labels == (c if classes else -1)).cpu()].T, s=6, label=name)
     axis.axis("off")
     if classes:
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
