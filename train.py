@@ -127,7 +127,7 @@ def arguments(argv=None):
     add("--report", **yes, help="end with pictures of what the encoder has learned, in DIR/report.html")
     add("--resume", **open_, help="continue the run in DIR, or begin anew; default: continue if stopped")
     add("--overwrite", **no, help="replace a finished run in DIR")
-    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="which losses differ?")
+    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="train with each, and compare")
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
     add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
     add("--export", nargs=2, type=Path, metavar=("RUN", "FILE"), help="only write RUN's encoder to FILE.pt2")
@@ -294,7 +294,7 @@ def describe(args, training):
     print(f"loss {args.loss}: {', '.join(f'{name} {known[name]}' for name in LOSS_OPTIONS if name in known)}"
           + f", on {training.ranks} processes" * (training.ranks > 1))
     for name, schedule in training.schedules.items():
-        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g}" + ", in half the run" * (name == "alpha"))
+        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g}" + " by halftime" * (name == "alpha"))
     if args.objective in ("nce", "ppcl") and args.weights != "top":
         n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
         n = {"bank": n - 1, "queue": args.queue_size + views // 2 - 1,

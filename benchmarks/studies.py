@@ -59,10 +59,17 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
                               for margin in (0, 0.2, 0.5, 1)))}),
     "shapes": ("shapes", FIVE, "", {loss: f"--loss {loss}" for loss in
                                     ("simclr", "debiased", "hcl", "ot", "hard")}),
+    "shapes-64-t": ("shapes", SEARCH, "--batch-size 64 --lr 0.002", {
+        **search("simclr", "--temperature 0.05", "--temperature 0.1", "--temperature 0.2"),
+        **search("hcl", "--temperature 0.1 --beta 0.5 --tau-plus 0.01",
+                 "--temperature 0.2 --beta 0.5 --tau-plus 0.01", "--temperature 0.3 --beta 1 --tau-plus 0.1")}),
     "cifar10": ("cifar10", FIVE, LONG, {
         "simclr": "--loss simclr --temperature 0.1", "hard": "--loss hard --temperature 0.07 --alpha 0.3",
         "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.01",
         "ot": "--loss ot --temperature 0.07 --epsilon 0.3"}),
+    "cifar10-beta": ("cifar10", FIVE, LONG, {
+        "simclr": "--loss simclr --temperature 0.1",
+        "hcl-2": "--loss hcl --temperature 0.2 --beta 2 --tau-plus 0.01"}),
     "cifar10-t": ("cifar10", SEARCH, LONG, over_t(CURVE)),
     "tiny-t": ("tiny", SEARCH, f"{LONG} --size 32", over_t({**CURVE, "hcl": "--beta 0.5 --tau-plus 0.0005"})),
     "tiny": ("tiny", FIVE, f"{LONG} --size 32", {
@@ -149,20 +156,21 @@ def read(name):
 
 
 def table(name):
-    """Write the recorded results as a Markdown table; one of a search has a line for each loss."""
+    """Write the recorded results as a Markdown table; that of a search has a column for each temperature."""
     found, rows = read(name), STUDIES[name][3]
     if STUDIES[name][1] is not SEARCH:
         return train.table_of(found)
+    values = {row: f"{found[row][0]['linear']:.1f}" for row in rows}
+    if STUDIES[name][0] == "shapes":  # settings of several kinds
+        lines = [["settings", "linear %"], ["---"] * 2, *([f"`{rows[row]}`", x] for row, x in values.items())]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     lines = {}
-    for row in rows:
+    for row, value in values.items():
         loss, _, column = row.rpartition("-")
-        value = f"{found[row][0]['linear']:.1f}"
-        settings = rows[row].partition(f"--loss {loss} ")[2] if name == "defaults" else ""
-        lines.setdefault(f"`{loss}`", {})[column] = f"`{settings}` {value}" if settings else value
+        lines.setdefault(f"`{loss}`", {})[column] = value
     heading = ["", *next(iter(lines.values()))]
     body = [[loss, *cells.values()] for loss, cells in lines.items()]
     return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *body))
-
 
 def summary():
     """Write the first table of ../README.md: the linear readout of each loss on each set of images."""
