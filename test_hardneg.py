@@ -2426,7 +2426,7 @@ class TestCommandLine:
         assert "--epochs was 2" in quit_with([*command, "--epochs", "3"], capsys)
         assert run_train(*command)[0] == whole
         assert "resumed after epoch 2 of 2" in capsys.readouterr().out
-        for name in ("evaluate-other.json", "mine.txt"):
+        for name in ("evaluate-other.json", "mine.png"):
             (out / name).touch()
         kept = times_of(out)
         for other in (["--seed", "1"], ["--no-resume"]):
@@ -2434,7 +2434,7 @@ class TestCommandLine:
         assert times_of(out) == kept
         run_train(*command, "--seed", "1", "--overwrite")
         assert "resumed" not in capsys.readouterr().out
-        assert set(times_of(out)) == {"checkpoint.pt", "curves.png", "results.json", "mine.txt"}
+        assert set(times_of(out)) == {"checkpoint.pt", "curves.png", "results.json", "mine.png"}
         (out / "results.json").unlink()
         path, foreign = out / "checkpoint.pt", io.BytesIO()
         torch.save({"weights": torch.ones(3)}, foreign)
