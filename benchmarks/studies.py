@@ -95,7 +95,7 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         "sqeuclidean": "--epsilon 0.3", "exp-0": "--epsilon 0.3 --cost exp",
         "exp-2": "--epsilon 0.3 --cost exp --kappa 2"}),
     "alpha": ("cifar10", SEARCH, f"{SHORT} --temperature 0.2", {
-        f"{alpha}": f"--loss hard --alpha {alpha}" for alpha in (0.01, 0.03, 0.1, 0.3, 1)}),
+        f"hard-{alpha}": f"--loss hard --alpha {alpha}" for alpha in (0.01, 0.03, 0.1, 0.3, 1)}),
     "temperature": ("cifar10", THREE, SHORT, {  # [4], Table 1
         **over_t({"simclr": "", "hard": "--alpha 0.1"}), "simple": "--loss simple",
         "hard-simple": "--loss hard-simple --alpha 0.03 --lead-in"}),
