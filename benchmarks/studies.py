@@ -61,8 +61,8 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
                                     ("simclr", "debiased", "hcl", "ot", "hard")}),
     "shapes-64-t": ("shapes", SEARCH, "--batch-size 64 --lr 0.002", {
         **search("simclr", "--temperature 0.05", "--temperature 0.1", "--temperature 0.2"),
-        **search("hcl", "--temperature 0.1 --beta 0.5 --tau-plus 0.01",
-                 "--temperature 0.2 --beta 0.5 --tau-plus 0.01", "--temperature 0.3 --beta 1 --tau-plus 0.1")}),
+        **search("hcl", *(f"--temperature {t} --beta {beta} --tau-plus {tau}" for t, beta, tau in
+                          ((0.1, 0.5, 0.01), (0.2, 0.5, 0.01), (0.3, 1, 0.1))))}),
     "cifar10": ("cifar10", FIVE, LONG, {
         "simclr": "--loss simclr --temperature 0.1", "hard": "--loss hard --temperature 0.07 --alpha 0.3",
         "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.01",
