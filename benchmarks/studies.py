@@ -59,10 +59,13 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
                               for margin in (0, 0.2, 0.5, 1)))}),
     "shapes": ("shapes", FIVE, "", {loss: f"--loss {loss}" for loss in
                                     ("simclr", "debiased", "hcl", "ot", "hard")}),
-    "shapes-64-t": ("shapes", SEARCH, "--batch-size 64 --lr 0.002", {
+    "shapes-64-search": ("shapes", SEARCH, "--batch-size 64 --lr 0.002", {
         **search("simclr", "--temperature 0.05", "--temperature 0.1", "--temperature 0.2"),
         **search("hcl", *(f"--temperature {t} --beta {beta} --tau-plus {tau}" for t, beta, tau in
                           ((0.1, 0.5, 0.01), (0.2, 0.5, 0.01), (0.3, 1, 0.1))))}),
+    "shapes-64": ("shapes", FIVE, "--batch-size 64 --lr 0.002", {
+        "simclr": "--loss simclr --temperature 0.1",
+        "hcl": "--loss hcl --temperature 0.1 --beta 0.5 --tau-plus 0.01"}),
     "cifar10": ("cifar10", FIVE, LONG, {
         "simclr": "--loss simclr --temperature 0.1", "hard": "--loss hard --temperature 0.07 --alpha 0.3",
         "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.01",
