@@ -73,12 +73,11 @@ class Parser(argparse.ArgumentParser):
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"train.py: {message}\n")
 
-def arguments(argv=None):
+def arguments(argv):
     """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
-    argv = sys.argv[1:] if argv is None else argv
     parser = Parser(
-        usage="python train.py [flags]", description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
+        usage="python train.py [flags]", description=__doc__.split("\n")[0], allow_abbrev=False, epilog=
+        "[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
     yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
     own = lambda key: "default: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
@@ -116,7 +115,7 @@ def arguments(argv=None):
     add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
     add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
     add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 6 to 28 for some")
-    add("--batch-size", **whole, help=f"images in a batch, at least 2; {own('batch_size')}, or 64")
+    add("--batch-size", **whole, help=f"images in a batch, at most; {own('batch_size')}, or 64")
     add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; default: a batch")
     add("--lr", "--learning-rate", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
     add("--weight-decay", **real, help=own("weight_decay"))
@@ -182,21 +181,22 @@ def options_of(args):
 def main(argv=None):
     """Run the command. An error ends it with one line, and exit code 2 if it is in the options, else 1."""
     argv = sys.argv[1:] if argv is None else argv
+    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     args = arguments(argv)
     runs = [arguments([*argv, "--loss", loss]) for loss in args.compare or [args.loss]]
     # losses are compared after equally many epochs, in batches of one size, at one rate
     epochs, size, lr = ([getattr(one, name) for one in runs] for name in ("epochs", "batch_size", "lr"))
     alike = f"--epochs {max(epochs)} --batch-size {min(size)} --lr {min(lr)}".split()
     rows = {one.loss: ["--loss", one.loss, *alike] for one in runs}
+    for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
+        name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+        if not any(effective(one, name) for one in runs):
+            print(f"{flag} has no effect here (loss {', '.join(rows)}, method {args.method})")
     try:
         for one in runs:
             check(one)
     except (ValueError, RuntimeError) as error:
         Parser().error(str(error))
-    for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
-        name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-        if not any(effective(one, name) for one in runs):
-            print(f"{flag} has no effect here (loss {', '.join(rows)}, method {args.method})")
     try:
         if args.export:
             export(*args.export)
@@ -210,7 +210,8 @@ def main(argv=None):
             torch.distributed.destroy_process_group()
     except KeyboardInterrupt:
         anew = " without --overwrite or --no-resume" * (args.overwrite or args.resume is False)
-        sys.exit(f"\nStopped; the same command{anew} goes on from there.")
+        print(f"\nStopped; the same command{anew} goes on from there.", file=sys.stderr)
+        sys.exit(130)
     except (ValueError, ArithmeticError, RuntimeError, OSError, AssertionError) as error:
         sys.exit(f"train.py: {error}")
 
@@ -224,15 +225,12 @@ def check(args):
             f"shapes, {', '.join(TORCHVISION)}, or a folder that exists")
     run, file = args.export or (None, None)
     resumed = args.out if args.resume and not args.compare else None
-    for flag, folder in (("--out", resumed), ("--evaluate", args.evaluate), ("--export", run)):
+    for flag, folder in (("--resume, so --out", resumed), ("--evaluate", args.evaluate), ("--export", run)):
         require(not folder or (folder / "checkpoint.pt").exists(), flag, folder, "the folder of a run")
     require(file is None or file.suffix == ".pt2", "--export", file, "a file that ends in .pt2")
     single = args.compare or args.evaluate or run
     require(not single or not torch.distributed.is_torchelastic_launched(), "the launcher", "torchrun",
             "python for --compare, --evaluate and --export")
-    finished = (args.out / "results.json").exists() and not (args.overwrite or single)
-    require(not finished or args.resume, "--out", args.out,
-            "another folder, as the run in it is finished; --overwrite replaces it")
     require(0 < args.fraction <= 1, "--fraction", args.fraction, "in (0, 1]")
     require(args.size is None or 8 <= args.size <= 1024, "--size", args.size, "from 8 to 1024 pixels")
     require(args.micro_batch is None or args.micro_batch > 0, "--micro-batch", args.micro_batch, "at least 1")
@@ -242,6 +240,9 @@ def check(args):
     labels = torch.arange(4, device=args.device) // 2
     changed = {"queue_size": min(args.queue_size, 1), "sync_batchnorm": False}
     build(argparse.Namespace(**{**vars(args), **changed}), Images(images, labels, images, labels, ["a", "b"]))
+    finished = (args.out / "results.json").exists() and not (args.overwrite or single)
+    require(not finished or args.resume, "--out", args.out,
+            "another folder, as the run in it is finished; --overwrite replaces it")
 
 def build(args, images, group=None):
     """Make the encoder and its training as the options say."""
@@ -249,11 +250,9 @@ def build(args, images, group=None):
     encoder = untrained(args.encoder, images, args.seed)
     if args.sync_batchnorm:
         encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
-    schedules = {}
-    if args.anneal and args.weights == "tilted":
-        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, args.beta)
-    if args.lead_in and args.weights == "top":
-        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, args.alpha)
+    anneal = {"beta": lambda progress: hardneg.annealed_beta(progress, args.beta)} if args.anneal else {}
+    lead_in = {"alpha": lambda progress: hardneg.lead_in(progress, args.alpha)} if args.lead_in else {}
+    schedules = {"tilted": anneal, "top": lead_in}.get(args.weights, {})
     return encoder, hardneg.Training(
         encoder, images.train, make_method(args, criterion, encoder, images), args.recipe, args.epochs,
         args.batch_size, args.lr, args.weight_decay, schedules, args.micro_batch, group=group, seed=args.seed)
@@ -290,15 +289,15 @@ def run(args, images=None, known=None, bar=None):
 
 def describe(args, training):
     """Print the loss with the options that have an effect, its schedules, and its value at chance."""
-    known = options_of(args)
-    print(f"loss {args.loss}: {', '.join(f'{name} {known[name]}' for name in LOSS_OPTIONS if name in known)}"
-          + f", on {training.ranks} processes" * (training.ranks > 1))
+    known = [f"{name} {x}" for name, x in options_of(args).items() if name in LOSS_OPTIONS]
+    print(f"loss {args.loss}: {', '.join(known)}" + f", on {training.ranks} processes" * (training.ranks > 1))
     for name, schedule in training.schedules.items():
         print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g}" + " by halftime" * (name == "alpha"))
-    if args.objective in ("nce", "ppcl") and args.weights != "top":
+    if args.objective in ("nce", "ppcl"):
         n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
         n = {"bank": n - 1, "queue": args.queue_size + views // 2 - 1,
              "diffhard": 2 * views - 2}.get(args.method, views - 2)
+        n = math.ceil(n * args.alpha) if args.weights == "top" else n
         print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
 
 @contextlib.contextmanager
@@ -393,7 +392,7 @@ def restore(args, training):
 def require_same(folder, was, now):
     """Require that the run in a folder has these options."""
     other = [f"--{k.replace('_', '-')} was {was.get(k)}" for k in {**was, **now} if was.get(k) != now.get(k)]
-    require(not other, "--out", folder, f"another folder, as in the run there {', '.join(other)}")
+    require(not other, "--out", folder, f"another folder: {', '.join(other)} there; --overwrite replaces it")
 
 def read_checkpoint(folder, device):
     """Read the checkpoint of a run; ValueError if it is missing, broken or of another program."""
@@ -448,8 +447,7 @@ def learn(args, training, state, images, bar=None):
                 continue
             seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
             if training.done == 0:
-                values = {name: [step[name] for step in seen if name in step] for name in FIGURES}
-                means = {name: mean(some) for name, some in values.items() if some}
+                means = {name: mean(x) for name in FIGURES if (x := [k[name] for k in seen if name in k])}
                 if training.epoch % -(-training.epochs // 10) == 0 and images.classes:
                     means |= evaluate(training.encoder, few, ("knn",))
                 state["history"].append({"epoch": training.epoch, **means})
@@ -509,8 +507,10 @@ def verdict(found):
     for name, other in itertools.combinations(found, 2):
         gap, error = difference(found[name], found[other])
         said[abs(gap) > 2 * error].append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
+    odds = {2: 30, 3: 18, 4: 14, 5: 12}.get(n, 10)  # Student's t beyond 2, in percent
     return (f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
-            f"{', '.join(said[True]) or 'none'}. They do not: {', '.join(said[False]) or 'none'}.")
+            f"{', '.join(said[True]) or 'none'}. They do not: {', '.join(said[False]) or 'none'}. "
+            f"Of differences that are none, {odds} % exceed it.")
 
 def transfer(args):
     """Measure the encoder of a run on other images: only the readout is trained. Ref: [3] Tables 3, 4"""
@@ -700,9 +700,8 @@ def decode(paths, size, workers):
 # ---- Evaluation and report ---------------------------------------------------------------------------------
 COLUMNS = {"linear": "linear %", "knn": "kNN %", "uniformity": "uniformity", "tolerance": "tolerance"}
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
-PAGE = string.Template("""<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title><style>
+PAGE = string.Template("""<!doctype html><html lang="en"><meta charset="utf-8"><title>$title</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem; color: #222 }
 h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% } div { overflow-x: auto }
 td { padding: .1rem .8rem .1rem 0; white-space: nowrap } pre { white-space: pre-wrap; background: #eee }
@@ -746,6 +745,8 @@ def save_results(path, rows, facts):
     print("", *(f"{name:18}" + "".join(f"{x:>12}" for x in line) for name, *line in cells(rows)), sep="\n")
     raw, untrained, trained = (runs[0] for runs in rows.values())
     versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, torchvision)}
+    if trained["linear"] and trained["linear"] <= max(untrained["linear"], raw["linear"]):
+        print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
     results = {**facts, **trained, "untrained": untrained, "raw": raw, "versions": versions}
     write(path, json.dumps(results, indent=2, default=str) + "\n")
     print(f"saved in {path}")
@@ -762,8 +763,7 @@ def write_page(args, rows, facts):
             data = base64.b64encode(path.read_bytes()).decode()
             pictures += (f'<h2>{text(title)}</h2><p>{text(caption)}</p>'
                          f'<img alt="{text(title)}" src="data:image/png;base64,{data}">\n')
-    summary = (f"{args.method}, {facts['epochs']} epochs in {facts['seconds']:.0f} s, "
-               f"{facts['images_per_second']:.0f} images/s on {args.device}, seed {args.seed}.")
+    summary = f"{args.method}, {facts['epochs']} epochs in {facts['seconds']:.0f} s, seed {args.seed}"
     write(args.out / "report.html", PAGE.substitute(
         title=text(f"{args.loss} on {Path(args.data).name}"), summary=text(summary), table=table(cells(rows)),
         pictures=pictures, command=text(args.command), options=table(facts["options"].items())))
