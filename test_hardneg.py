@@ -800,7 +800,6 @@ class TestNegatives:
     @given(**SAMPLES, v=st.integers(2, 3), k=st.integers(1, 5), hidden=st.just(0) | st.floats(0, 0.8),
            drop_above=st.sampled_from([None, -3, -0.4, 0.2]), labelled=st.booleans(), block_size=BLOCK_SIZES,
            owned=st.booleans(), tau_plus=st.sampled_from([0, 0.1]), detach_weights=st.sampled_from([None, 1]))
-    @settings(max_examples=15)
     def test_masks(self, weights, objective, where, seed, v, b, k, hidden, owned, labelled, **options):
         """The last anchor may lose all its candidates; -3 drops those of every anchor. One sample will do, if
         there are others to contrast it with."""
@@ -1394,9 +1393,11 @@ class TestImages:
         """Without a test set, every fifth image of a class is held out; hidden folders are no classes."""
         write_images(tmp_path / part, per_class=10)
         (tmp_path / part / ".hidden").mkdir()
+        Image.new("L", (9, 9)).save(tmp_path / part / "loose.png")
         if test:
             write_images(tmp_path / test, per_class=2)
-        images, ten = train.load(tmp_path), set(range(10))
+        with pytest.warns(UserWarning, match=r"^1 images beside"):
+            images, ten = train.load(tmp_path), set(range(10))
         assert images.classes == ["cat", "dog"]
         for x, labels, kept in ((images.train, images.train_labels, ten if test else ten - {4, 9}),
                                 (images.test, images.test_labels, {0, 1} if test else {4, 9})):
@@ -2117,7 +2118,7 @@ VARIANTS = [{}, {"block_size": 0}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2,
             {"detach_weights": False}, {"tau_plus": 0.05, "temperature": 0.7}, {"drop_above": 0.3},
             {"mask": True}, {"each": True}]
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}  # threads would wait for each other
-TINY = ["--epochs", "2", "--fraction", "0.02", "--batch-size", "40", "--device", "cpu"]
+TINY = "--epochs 2 --fraction 0.02 --batch-size 40 --size 8 --device cpu".split()
 
 def losses_of(group):
     """Compute every preset and variant on a rank's share of six samples → loss, mean gradient, statistics."""
@@ -2195,7 +2196,7 @@ class TestRanks:
         """All of them resume from what it has saved."""
         results, path = [], tmp_path / "results.json"
         for expected in ("2 processes", "resumed after epoch 2 of 2"):
-            said = torchrun(HERE / "train.py", *TINY, "--out", tmp_path)
+            said = torchrun(HERE / "train.py", *TINY, "--no-report", "--out", tmp_path)
             assert said.count("\ntrained encoder") == 1 and expected in said
             results.append(numbers_of(path))
             path.unlink()
@@ -2265,7 +2266,7 @@ class TestCommandLine:
             assert text in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
-        assert results.keys() == set("loss method data seed epochs device seconds images_per_second options "
+        assert results.keys() == set("loss method data seed epochs device seconds options "
                                      "linear knn uniformity tolerance untrained raw versions".split())
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert results["raw"].keys() == results["untrained"].keys() == train.COLUMNS.keys()
@@ -2290,14 +2291,14 @@ class TestCommandLine:
 
     def test_compare(self, tmp_path, small_shapes, capsys):
         """Runs are those of train.py alone; finished ones are kept."""
-        words = ["--epochs", "1", "--batch-size", "20", "--no-report", "--out", str(tmp_path / "all")]
+        words = [*"--size 8 --epochs 1 --batch-size 20 --no-report --out".split(), str(tmp_path / "all")]
         command = ["--compare", "simclr", "hcl", "--seeds", "2", *words]
         train.main(command)
         table, files = capsys.readouterr().out, sorted((tmp_path / "all").glob("*-?/results.json"))
         assert "| `hcl` |" in table and "exceed twice" in table
         assert (tmp_path / "all" / "compare.png").stat().st_size > 10000
         assert [path.parent.name for path in files] == ["hcl-0", "hcl-1", "simclr-0", "simclr-1"]
-        train.main(["--loss", "hcl", "--seed", "1", *words[:5], "--out", str(tmp_path / "one")])
+        train.main(["--loss", "hcl", "--seed", "1", *words[:7], "--out", str(tmp_path / "one")])
         assert numbers_of(files[1]) == numbers_of(tmp_path / "one" / "results.json")
         times = [path.stat().st_mtime_ns for path in files]
         train.main(command)
@@ -2457,7 +2458,7 @@ class TestCommandLine:
         """A run that is killed at random times ends as one that is not; no half file is left."""
         command = [sys.executable, HERE / "train.py", "--method", method, *COMMANDS[method], *SMALL,
                    "--size", "8", "--no-report", "--out"]
-        for seconds in (4, 6, None):
+        for seconds in (5, None):
             with subprocess.Popen([*command, tmp_path / "cut"], env=ALONE) as run:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     run.wait(seconds)

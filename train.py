@@ -59,7 +59,7 @@ EFFECTS = {  # flags: the weights, objectives and methods on which they act
     "epsilon cost kappa": "transported", "alpha lead_in": "top", "margin": "triplet", "bound": "clae",
     "queue_size": "queue", "momentum": "bank queue diffhard",
     "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard", "seeds": "compare"}
-FIRST = "loss temperature alpha method data encoder epochs out compare help help_all".split()  # of --help
+SHORT_HELP = "loss temperature alpha method data encoder epochs out compare export help help_all".split()
 FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
 PICTURES = "curves.png", "nearest.png", "map.png", "histograms.png", "pairs.png"
 
@@ -142,7 +142,7 @@ def arguments(argv):
 
     for action in parser._actions:
         action.help += " (default: %(default)s)" * (action.default not in (None, False, argparse.SUPPRESS))
-        action.help = action.help if {"--help-all", action.dest} & {*FIRST, *argv} else argparse.SUPPRESS
+        action.help = action.help if {"--help-all", action.dest} & {*SHORT_HELP, *argv} else argparse.SUPPRESS
     args = parser.parse_args(argv)
     at = argv.index("--compare") if "--compare" in argv else len(argv)  # each of its runs has a command
     args.command = shlex.join(["python", "train.py", *argv[:at], *argv[at + 1 + len(args.compare or ()):]])
@@ -280,8 +280,7 @@ def run(args, images=None, known=None, bar=None):
         rows = measure(images, {} if known is None else known, args.encoder, args.seed, encoder)
         draw_curves(args.out / "curves.png", state["history"])
         facts = {name: getattr(args, name) for name in "loss method data seed epochs device".split()} | {
-            "seconds": round(state["seconds"], 1), "options": options_of(args), "images_per_second": round(
-                len(images.train) * (training.epochs + training.method.pretrain) / state["seconds"], 1)}
+            "seconds": round(state["seconds"], 1), "options": options_of(args)}
         if args.report:
             draw_pictures(args, training, images)
             write_page(args, rows, facts)
@@ -625,9 +624,9 @@ def from_torchvision(name, root, size):
         x, labels = torch.as_tensor(part.data), part.targets if hasattr(part, "targets") else part.labels
         x = x[..., None].expand(-1, -1, -1, 3) if x.ndim == 3 else x                    # grey → colour
         x = x if x.shape[1] == 3 else x.permute(0, 3, 1, 2)
-        if size is not None:  # by the thousand, to save memory
-            x = torch.cat([T.resize(some, [size, size], BICUBIC) for some in x.split(1000)])
-        sets += [x.contiguous(), torch.as_tensor(labels).long()]
+        side = size or x.shape[-1]  # by the thousand, to save memory
+        x = torch.cat([T.resize(some, [side, side], BICUBIC) for some in x.split(1000)])
+        sets += [x, torch.as_tensor(labels).long()]
     return Images(*sets, [str(c) for c in getattr(found[0], "classes", range(10))])
 
 def from_folder(folder, size, fraction, seed, workers):
@@ -637,6 +636,8 @@ def from_folder(folder, size, fraction, seed, workers):
     for source in sources if (folder / "train").is_dir() else [folder]:
         names = sorted(path.name for path in source.iterdir() if path.is_dir() and path.name[0] != ".")
         names = names if len(names) > 1 else []  # one folder is no choice of classes
+        if names and (loose := [path for path in source.iterdir() if path.suffix.lower() in SUFFIXES]):
+            warnings.warn(f"{len(loose)} images beside the folders of classes in {source} are left out")
         classes = names if classes is None else classes
         require(names == classes, "--data", source, f"a folder of train/'s classes, {classes}, not {names}")
         shown = lambda sample: "/." not in f"/{Path(sample[0]).relative_to(source).as_posix()}"
@@ -693,8 +694,7 @@ def decode(paths, size, workers):
         else:
             broken.append(f"{paths[k]} ({image})")
     if broken:
-        warnings.warn(f"{len(broken)} of {len(paths)} files cannot be read and are left out: "
-                      f"{', '.join(broken[:5])}{' …' * (len(broken) > 5)}")
+        warnings.warn(f"{len(broken)} of {len(paths)} files cannot be read, such as {', '.join(broken[:5])}")
     return images[:len(whole)], whole
 
 # ---- Evaluation and report ---------------------------------------------------------------------------------
