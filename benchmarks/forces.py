@@ -1,8 +1,8 @@
 """Draw how hard each loss pushes a negative, by its cosine: python benchmarks/forces.py → results/forces.png
 
-500 negatives lie evenly on a circle, a positive at cosine 0.7. The force on a negative is the derivative of the
-loss in its cosine, over that in the positive's. [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss,
-CVPR 2021, Fig. 3.
+500 negatives lie evenly on a circle, a positive at cosine 0.7. The force on a negative is the derivative of
+the loss in its cosine, over that in the positive's. [4] Wang, Liu: Understanding the Behaviour of Contrastive
+Loss. CVPR 2021, Fig. 3
 """
 import math
 import sys
@@ -15,8 +15,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import hardneg  # noqa: E402
 
-LOSSES = {"simclr": {}, "hcl": {"beta": 0.5, "tau_plus": 0.01}, "ot": {"epsilon": 0.3}, "hard": {"alpha": 0.3},
-          "simple": {}}
+LOSSES = {"simclr": {}, "hcl": {"beta": 0.5, "tau_plus": 0.01}, "ot": {"epsilon": 0.3},
+          "hard": {"alpha": 0.3}, "simple": {}}
 TEMPERATURES = 0.1, 0.3, 1.0
 
 def forces(loss, t, n=500, positive=0.7, **options):
