@@ -34,6 +34,7 @@ References
         Hypersphere. ICML 2020. 2005.10242
    [10] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples. NeurIPS 2020. 2010.12050
 """
+
 import cmath
 import math
 from fractions import Fraction
@@ -45,6 +46,7 @@ INF = math.inf
 
 
 # ---- Numbers, real or complex ------------------------------------------------------------------------------
+
 
 def _double(x):
     """Return x in float64, or in complex128 if it is complex."""
@@ -104,7 +106,7 @@ def _log_sum_exp(values):
     values = [v for v in values if v.real > -INF]
     if not values:
         return -INF
-    shift = _largest(values).real                                       # numerics: keep exp from overflow
+    shift = _largest(values).real  # numerics: keep exp from overflow
     return shift + _log(sum(_exp(v - shift) for v in values))
 
 
@@ -113,7 +115,9 @@ def _log1p(z):
     if not isinstance(z, complex):
         return math.log1p(z)
     x, y = z.real, z.imag
-    return complex(math.log1p(2 * x + x * x + y * y) / 2, math.atan2(y, 1 + x))  # log modulus, angle
+    return complex(
+        math.log1p(2 * x + x * x + y * y) / 2, math.atan2(y, 1 + x)
+    )  # log modulus, angle
 
 
 def _log_one_plus_ratio(b, a):
@@ -129,16 +133,17 @@ def _log_one_plus_ratio(b, a):
 
 # ---- 1. Weights: logits (A, N) → log weights (A, N), −∞ where the logits are -------------------------------
 
+
 def unit(x):
     """Project rows (…, D) to the unit sphere: x_i / √(Σ_d x_id²).
 
     A zero row stays zero and has gradient zero; in `hardneg.unit` its gradient passes unchanged."""
     shape, out = np.shape(x), []
     for row in _lists(np.reshape(x, (-1, shape[-1]))):
-        scale = max((abs(v.real) for v in row), default=0.0)            # numerics: the square of 1e-200 is 0
+        scale = max((abs(v.real) for v in row), default=0.0)  # numerics: the square of 1e-200 is 0
         if scale > 0:
             row = [v / scale for v in row]
-            norm = _sqrt(_product(row, row))                            # no conjugate: analytic
+            norm = _sqrt(_product(row, row))  # no conjugate: analytic
             out.append([v / norm for v in row])
         else:
             out.append([0.0] * len(row))
@@ -175,9 +180,11 @@ def hardest(logits):
     """Count the nearest candidate alone: w_ij = N_i there, 0 elsewhere; ties share. Limit β → ∞ of `tilted`.
 
     Ref: [1] Prop. 1; [4] Eq. 6"""
+
     def rule(s):
         nearest = [v.real == _largest(s).real for v in s]
         return [math.log(len(s) / sum(nearest)) if is_nearest else -INF for is_nearest in nearest]
+
     return _by_row(rule, logits)
 
 
@@ -185,25 +192,29 @@ def top(logits, alpha=0.1):
     """Count the upper α quantile alone: w_ij = 1 for s_ij ≥ s_α, the ⌈α N_i⌉-th largest logit, 0 below.
 
     At least one stays. α is the nearest fraction: ⌈0.07 · 100⌉ is 7, but 8 in floats. Ref: [4] Eq. 8, 9"""
+
     def rule(s):
         kept = max(1, math.ceil(Fraction(alpha).limit_denominator(10**6) * len(s)))
         threshold = sorted((v.real for v in s), reverse=True)[kept - 1]
         return [0.0 if v.real >= threshold else -INF for v in s]
+
     return _by_row(rule, logits)
 
 
 def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
     """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5 and VII-C"""
     if cost == "sqeuclidean":
-        return 1 - cosines                                              # ½‖x − y‖²
+        return 1 - cosines  # ½‖x − y‖²
     if cost == "exp":
-        return np.exp(2 - 2 * cosines - kappa)                          # exp(‖x − y‖² − κ)
+        return np.exp(2 - 2 * cosines - kappa)  # exp(‖x − y‖² − κ)
     raise ValueError(f"cost is {cost!r}; it may be 'sqeuclidean' or 'exp'")
 
 
 def _log_kernel(logits, epsilon, cost, kappa, temperature):
     """Return −C/ε, cos = temperature · logits; masked entries have cost +∞."""
-    return _by_row(lambda s: [-ground_cost(temperature * v, cost, kappa) / epsilon for v in s], logits)
+    return _by_row(
+        lambda s: [-ground_cost(temperature * v, cost, kappa) / epsilon for v in s], logits
+    )
 
 
 def _marginals(entries):
@@ -226,25 +237,30 @@ def usable(allowed):
     1/(A N). The marginals are then whole numbers, so a usable entry has mass 1 or more in some coupling; the
     mean of n such couplings has 1/n or more at every one. The maximum has z = 1/n there, and 0 elsewhere."""
     allowed = np.asarray(allowed, dtype=bool)
-    used = allowed.any(axis=1).sum() * allowed.any(axis=0).sum()        # A · N
+    used = allowed.any(axis=1).sum() * allowed.any(axis=0).sum()  # A · N
     if allowed.sum() == used:
         return allowed.copy()
     entries = np.argwhere(allowed).tolist()
     count = len(entries)
     matrix, masses = _marginals(entries)
-    twice = [row + row for row in matrix]                               # P = z + rest
-    result = linprog([-1.0] * count + [0.0] * count, A_eq=twice, b_eq=[used * mass for mass in masses],
-                     bounds=[(0, 1 / count)] * count + [(0, None)] * count, method="highs")
+    twice = [row + row for row in matrix]  # P = z + rest
+    result = linprog(
+        [-1.0] * count + [0.0] * count,
+        A_eq=twice,
+        b_eq=[used * mass for mass in masses],
+        bounds=[(0, 1 / count)] * count + [(0, None)] * count,
+        method="highs",
+    )
     if result.status != 0:
         return allowed.copy()
     out = np.zeros_like(allowed)
-    out[allowed] = result.x[:count] > 1 / (2 * count)                   # row by row, as the entries
+    out[allowed] = result.x[:count] > 1 / (2 * count)  # row by row, as the entries
     return out
 
 
 def _log_sum_exp_along(x, axis):
     """Return log Σ e^x along an axis of a matrix without fully masked rows and columns."""
-    shift = x.real.max(axis=axis, keepdims=True)                        # numerics: keep exp from overflow
+    shift = x.real.max(axis=axis, keepdims=True)  # numerics: keep exp from overflow
     return np.squeeze(shift, axis) + np.log(np.exp(x - shift).sum(axis=axis))
 
 
@@ -271,16 +287,20 @@ def sinkhorn(log_kernel, tolerance=1e-14, max_steps=100000):
     kernel = log_kernel[np.ix_(rows, columns)]
     a, b = 1 / len(rows), 1 / len(columns)
     f, g = np.zeros(len(rows), kernel.dtype), np.zeros(len(columns), kernel.dtype)
-    step_size = np.max(np.abs(np.imag(kernel)))                         # of the complex step, or 0
+    step_size = np.max(np.abs(np.imag(kernel)))  # of the complex step, or 0
     before = INF
     for step in range(max_steps + 1):
-        log_row_sums = _log_sum_exp_along(kernel + g[None, :], 1)       # of P, without e^{f_i}
+        log_row_sums = _log_sum_exp_along(kernel + g[None, :], 1)  # of P, without e^{f_i}
         next_f = np.log(a) - log_row_sums
-        if step > 0:                                                    # the columns are exact
+        if step > 0:  # the columns are exact
             left = np.sum(np.abs(np.exp(f.real + log_row_sums.real) - a))
             if step_size > 0:
                 left = max(left, np.max(np.abs(np.imag(next_f - f))) / step_size)
-            if left <= tolerance or step == max_steps or (step % 200 == 0 and left >= before * (1 - 1e-6)):
+            if (
+                left <= tolerance
+                or step == max_steps
+                or (step % 200 == 0 and left >= before * (1 - 1e-6))
+            ):
                 break
             before = left if step % 200 == 0 else before
         f = next_f
@@ -296,14 +316,14 @@ def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=
 
     Entries that no coupling uses get log w = −∞. Ref: [2] Eq. 5, 7, 8"""
     shape, log_kernel = np.shape(logits), _log_kernel(logits, epsilon, cost, kappa, temperature)
-    counts = (log_kernel.real > -INF).sum(axis=1)                       # N_i
+    counts = (log_kernel.real > -INF).sum(axis=1)  # N_i
     log_kernel = np.where(usable(log_kernel.real > -INF), log_kernel, -INF)
     _, f, g, _ = sinkhorn(log_kernel)
     f, g, log_kernel = f.tolist(), g.tolist(), log_kernel.tolist()
     log_w = [[-INF] * len(row) for row in log_kernel]
     for i in range(len(log_w)):
         places = _finite(log_kernel[i])
-        log_plan = [f[i] + log_kernel[i][j] + g[j] for j in places]     # P itself may underflow
+        log_plan = [f[i] + log_kernel[i][j] + g[j] for j in places]  # P itself may underflow
         for j, value in zip(places, log_plan):
             log_w[i][j] = math.log(counts[i]) + value - _log_sum_exp(log_plan)
     return np.array(log_w).reshape(shape)
@@ -311,6 +331,7 @@ def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=
 
 # ---- 2. Objectives: pos (A, M), neg (A, N), log w (A, N) → losses (A,) -------------------------------------
 #    nce, ppcl and decoupled act on logits, simple and triplet on cosines
+
 
 def _weighted_mean(values, log_w):
     """Return Σ w v / Σ w, 0 for no value."""
@@ -325,15 +346,19 @@ def _debiased_row(pos, neg, log_w, tau_plus, temperature, log_w_pos):
         return -INF, False
     if tau_plus == 0:
         return _log_sum_exp([neg[j] + log_w[j] for j in places]), False
-    shift = max([(neg[j] + log_w[j]).real for j in places] + [pos[m].real for m in positives])  # numerics
+    shift = max(
+        [(neg[j] + log_w[j]).real for j in places] + [pos[m].real for m in positives]
+    )  # numerics
     weighted = sum(_exp(neg[j] + log_w[j] - shift) for j in places)
     total = sum(_exp(log_w[j]) for j in places)
-    expectation = _weighted_mean([_exp(pos[m] - shift) for m in positives], [log_w_pos[m] for m in positives])
+    expectation = _weighted_mean(
+        [_exp(pos[m] - shift) for m in positives], [log_w_pos[m] for m in positives]
+    )
     value = (weighted - total * tau_plus * expectation) / (1 - tau_plus)
-    floor = total * _exp(-1 / temperature - shift)                      # the paper's, not for the numerics
+    floor = total * _exp(-1 / temperature - shift)  # the paper's, not for the numerics
     if value.real > floor.real:
         return shift + _log(value), False
-    return _log(total) - 1 / temperature, True                          # the floor itself may underflow
+    return _log(total) - 1 / temperature, True  # the floor itself may underflow
 
 
 def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
@@ -345,8 +370,10 @@ def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, ret
     return_clamped: return instead at which anchors the floor binds; e^{s} gets no gradient there.
     Ref: [1] Eq. 2, Fig. 5"""
     log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    rows = [_debiased_row(p, s, w, tau_plus, temperature, w_pos)
-            for p, s, w, w_pos in zip(_lists(pos), _lists(neg), _lists(log_w), _lists(log_w_pos))]
+    rows = [
+        _debiased_row(p, s, w, tau_plus, temperature, w_pos)
+        for p, s, w, w_pos in zip(_lists(pos), _lists(neg), _lists(log_w), _lists(log_w_pos))
+    ]
     return np.array([floor_binds if return_clamped else value for value, floor_binds in rows])
 
 
@@ -362,7 +389,10 @@ def exact_tilted(pos, neg, beta, tau_plus):
     pos, neg = _lists(pos), _lists(neg)
 
     def difference(power):
-        return _mean([_exp(power * s) for s in neg]) - tau_plus * _mean([_exp(power * v) for v in pos])
+        return _mean([_exp(power * s) for s in neg]) - tau_plus * _mean(
+            [_exp(power * v) for v in pos]
+        )
+
     return difference(1 + beta) / difference(beta)
 
 
@@ -372,7 +402,9 @@ def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     Positives are pooled inside the logarithm, as in Fig. 5; Eq. 2 averages over them outside it.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
     negative = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos)
-    return np.array([_log_one_plus_ratio(n, _log_sum_exp(p)) for n, p in zip(negative, _lists(pos))])
+    return np.array(
+        [_log_one_plus_ratio(n, _log_sum_exp(p)) for n, p in zip(negative, _lists(pos))]
+    )
 
 
 def simple(pos, neg, log_w):
@@ -394,8 +426,16 @@ def triplet(pos, neg, log_w, margin=0.0):
     losses = []
     for p, s, w in zip(_lists(pos), _lists(neg), _lists(log_w)):
         places = _finite(s, w)
-        losses.append(_mean([_weighted_mean([_hinge(2 * (s[j] - p[m]) + margin) for j in places],
-                                            [w[j] for j in places]) for m in _finite(p)]))
+        losses.append(
+            _mean(
+                [
+                    _weighted_mean(
+                        [_hinge(2 * (s[j] - p[m]) + margin) for j in places], [w[j] for j in places]
+                    )
+                    for m in _finite(p)
+                ]
+            )
+        )
     return np.array(losses)
 
 
@@ -406,7 +446,9 @@ def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     for n, p in zip(negative, _lists(pos)):
         terms = []
         for m in _finite(p):
-            rest = [p[other] for other in _finite(p) if other != m] + [n]  # the denominator without e^{p_m}
+            rest = [p[other] for other in _finite(p) if other != m] + [
+                n
+            ]  # the denominator without e^{p_m}
             terms.append(_log_one_plus_ratio(_log_sum_exp(rest), p[m]))
         losses.append(_mean(terms))
     return np.array(losses)
@@ -415,7 +457,9 @@ def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
 def decoupled(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     """Compute −log( Σ_m e^{p_im} / e^{debiased_i} ), the denominator without positives; no candidates: 0."""
     negative = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos)
-    return np.array([n - _log_sum_exp(p) if n.real > -INF else 0.0 for n, p in zip(negative, _lists(pos))])
+    return np.array(
+        [n - _log_sum_exp(p) if n.real > -INF else 0.0 for n, p in zip(negative, _lists(pos))]
+    )
 
 
 # ---- 3. The loss -------------------------------------------------------------------------------------------
@@ -464,10 +508,29 @@ def _who_is_who(views, bank, own, mask, labels, drop_above, objective):
     return [row + [-INF] * (width - len(row)) for row in pos], neg
 
 
-def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temperature=0.5, tau_plus=None,
-                     beta=1.0, alpha=0.1, epsilon=0.3, cost="sqeuclidean", kappa=0.0, margin=0.0,
-                     negatives=None, own=None, mask=None, labels=None, drop_above=None, normalize=True,
-                     detach_weights=None, reduction="mean", return_stats=False):
+def contrastive_loss(
+    *views,
+    loss="simclr",
+    weights=None,
+    objective=None,
+    temperature=0.5,
+    tau_plus=None,
+    beta=1.0,
+    alpha=0.1,
+    epsilon=0.3,
+    cost="sqeuclidean",
+    kappa=0.0,
+    margin=0.0,
+    negatives=None,
+    own=None,
+    mask=None,
+    labels=None,
+    drop_above=None,
+    normalize=True,
+    detach_weights=None,
+    reduction="mean",
+    return_stats=False,
+):
     """Compute the loss of two or more (B, D) views: the mean, the sum, or one value for each anchor, (A,).
 
     Every row of every view is an anchor, in the order of the concatenated views. Its positives are the other
@@ -493,17 +556,24 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     views = [unit(view) if normalize else view for view in views]
     bank = unit(negatives) if normalize and negatives is not None else negatives
     pos_cosines, cosines = _who_is_who(views, bank, own, mask, labels, drop_above, objective)
-    pos, neg = (_by_row(lambda row: [v / temperature for v in row], rows) for rows in (pos_cosines, cosines))
+    pos, neg = (
+        _by_row(lambda row: [v / temperature for v in row], rows) for rows in (pos_cosines, cosines)
+    )
 
     # 2. How much does each one count?
     coupling = epsilon, cost, kappa, temperature
-    rules = {"uniform": uniform, "tilted": lambda s: tilted(s, beta), "hardest": hardest,
-             "top": lambda s: top(s, alpha), "transported": lambda s: transported(s, *coupling)}
+    rules = {
+        "uniform": uniform,
+        "tilted": lambda s: tilted(s, beta),
+        "hardest": hardest,
+        "top": lambda s: top(s, alpha),
+        "transported": lambda s: transported(s, *coupling),
+    }
     weigh = weigh_positives = weights if callable(weights) else rules[weights]
-    if weights == "transported":                                        # without marginals: w⁺ ∝ e^{−C/ε}
+    if weights == "transported":  # without marginals: w⁺ ∝ e^{−C/ε}
         weigh_positives = lambda p: _by_row(_mean_one, _log_kernel(p, *coupling))
     log_w, log_w_pos = weigh(neg.real if detach_weights else neg), None
-    if tau_plus > 0 and pos.shape[1] > 1:                               # one positive has the whole weight
+    if tau_plus > 0 and pos.shape[1] > 1:  # one positive has the whole weight
         log_w_pos = weigh_positives(pos.real if detach_weights else pos)
 
     # 3. What is done with them?
@@ -516,17 +586,24 @@ def contrastive_loss(*views, loss="simclr", weights=None, objective=None, temper
     else:
         function = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}[objective]
         losses = function(pos, neg, log_w, tau_plus, temperature, log_w_pos)
-    value = losses if reduction == "none" else sum(losses) / (len(losses) if reduction == "mean" else 1)
+    value = (
+        losses if reduction == "none" else sum(losses) / (len(losses) if reduction == "mean" else 1)
+    )
     if not return_stats:
         return value
     floor_binds = [False] * len(pos)
     if objective in ("nce", "ppcl", "decoupled"):
-        floor_binds = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos, return_clamped=True)
+        floor_binds = debiased(
+            pos, neg, log_w, tau_plus, temperature, log_w_pos, return_clamped=True
+        )
     w = [[math.exp(log_w[i][j].real) for j in _finite(neg[i])] for i in range(len(neg))]
-    shares = [sum(row) ** 2 / (len(row) * sum(v ** 2 for v in row)) for row in w if row]
-    figures = {"clamped": [float(v) for v in floor_binds], "ess": shares,
-               "positive": [v.real for row in pos_cosines for v in row if v.real > -INF],
-               "negative": [v.real for row in cosines for v in row if v.real > -INF]}
+    shares = [sum(row) ** 2 / (len(row) * sum(v**2 for v in row)) for row in w if row]
+    figures = {
+        "clamped": [float(v) for v in floor_binds],
+        "ess": shares,
+        "positive": [v.real for row in pos_cosines for v in row if v.real > -INF],
+        "negative": [v.real for row in cosines for v in row if v.real > -INF],
+    }
     return value, {name: _mean(values) if values else math.nan for name, values in figures.items()}
 
 
@@ -546,6 +623,7 @@ def annealed_beta(progress, beta, changes=5):
 
 # ---- 4. Banks and games ------------------------------------------------------------------------------------
 
+
 def bank_update(rows, index, z, momentum):
     """Update row_i ← (m row_i + (1 − m) z̄_i) / ‖·‖, z̄_i the mean of z's rows with index i. Ref: [4] 5.1"""
     rows, z = _lists(rows), _lists(unit(z))
@@ -553,8 +631,10 @@ def bank_update(rows, index, z, momentum):
     for i in range(len(rows)):
         mine = [z[b] for b in range(len(index)) if index[b] == i]
         if mine:
-            mixed = [momentum * rows[i][d] + (1 - momentum) * _mean([row[d] for row in mine])
-                     for d in range(len(rows[i]))]
+            mixed = [
+                momentum * rows[i][d] + (1 - momentum) * _mean([row[d] for row in mine])
+                for d in range(len(rows[i]))
+            ]
             out[i] = unit([mixed])[0].tolist()
     return np.array(out)
 
@@ -566,7 +646,9 @@ def ema(w_ema, w, m):
 
 def hinge_discriminator(real, fake):
     """Compute L_D = E_x f_D(−D(x)) + E_z f_D(D(G(z))) of scores, f_D(x) = max(0, 1 + x). Ref: [3] Eq. 5"""
-    return _mean([_hinge(1 - v) for v in _lists(real)]) + _mean([_hinge(1 + v) for v in _lists(fake)])
+    return _mean([_hinge(1 - v) for v in _lists(real)]) + _mean(
+        [_hinge(1 + v) for v in _lists(fake)]
+    )
 
 
 def hinge_generator(fake):
@@ -576,10 +658,14 @@ def hinge_generator(fake):
 
 def diversity(images, real):
     """Compute Σ_i min_{j ≠ i} ‖x_i − x_j‖ over images, relative to as many real images; not in the papers."""
+
     def nearest(x):
         x = _lists(np.reshape(x, (len(x), -1)))
         n = range(len(x))
-        return _mean([min(math.sqrt(_squared_distance(x[i], x[j])) for j in n if j != i) for i in n])
+        return _mean(
+            [min(math.sqrt(_squared_distance(x[i], x[j])) for j in n if j != i) for i in n]
+        )
+
     return nearest(images) / nearest(real)
 
 
@@ -588,8 +674,10 @@ def ppcl_sets(raw, latents):
 
     raw[i] is the raw sample of view i, latents[i] the latent that generated it, None for a real sample.
     P(i) = {p in A(i): z_p = z_i} if i is generated, {j(i)}, the other view, if it is real. Ref: [3] Eq. 8"""
+
     def paired(i, p):
         return raw[p] == raw[i] if latents[i] is None else latents[p] == latents[i]
+
     others = [[a for a in range(len(raw)) if a != i] for i in range(len(raw))]
     return others, [[p for p in others[i] if paired(i, p)] for i in range(len(raw))]
 
@@ -603,17 +691,22 @@ def ppcl_batch(v, raw, latents, temperature):
     losses = []
     for i in range(len(v)):
         log_total = _log_sum_exp([_product(v[i], v[a]) / temperature for a in others[i]])
-        losses.append(-_mean([_product(v[i], v[p]) / temperature - log_total for p in positives[i]]))
+        losses.append(
+            -_mean([_product(v[i], v[p]) / temperature - log_total for p in positives[i]])
+        )
     return _mean(losses)
 
 
 # ---- 5. Readouts -------------------------------------------------------------------------------------------
 
+
 def uniformity(z, t=2.0):
     """Compute log of the mean of e^{−t‖x − y‖²} over ordered pairs of distinct rows. Ref: [5]; [4] Eq. 10"""
     z = _lists(z)
     pairs = [(i, j) for i in range(len(z)) for j in range(len(z)) if i != j]
-    return _log_sum_exp([-t * _squared_distance(z[i], z[j]) for i, j in pairs]) - math.log(len(pairs))
+    return _log_sum_exp([-t * _squared_distance(z[i], z[j]) for i, j in pairs]) - math.log(
+        len(pairs)
+    )
 
 
 def alignment(x, y):
@@ -627,7 +720,9 @@ def tolerance(z, labels):
     Eq. 11 prints a mean over all pairs with an indicator inside: at most 0.1 for ten equal classes. Table 1
     has values up to 0.61, so its mean is over the pairs of one label. Ref: [4] Eq. 11"""
     z = _lists(z)
-    pairs = [(i, j) for i in range(len(z)) for j in range(len(z)) if i != j and labels[i] == labels[j]]
+    pairs = [
+        (i, j) for i in range(len(z)) for j in range(len(z)) if i != j and labels[i] == labels[j]
+    ]
     return _mean([_product(z[i], z[j]) for i, j in pairs]) if pairs else math.nan
 
 
@@ -638,6 +733,7 @@ def perturbed(x, slope, bound):
 
 # ---- 6. Limits and theorems --------------------------------------------------------------------------------
 
+
 def exact_coupling(cost_matrix):
     """Find the plan of min_P Σ_ij C_ij P_ij with uniform marginals by linear programming.
 
@@ -645,11 +741,13 @@ def exact_coupling(cost_matrix):
     cost_matrix = np.asarray(cost_matrix, dtype=np.float64)
     entries = np.argwhere(cost_matrix < INF).tolist()
     matrix, masses = _marginals(entries)
-    result = linprog([cost_matrix[i, j] for i, j in entries], A_eq=matrix, b_eq=masses, method="highs")
+    result = linprog(
+        [cost_matrix[i, j] for i, j in entries], A_eq=matrix, b_eq=masses, method="highs"
+    )
     if result.status != 0:
         raise ValueError(f"no coupling: {result.message}")
     plan = np.zeros(cost_matrix.shape)
-    plan[cost_matrix < INF] = result.x                                  # row by row, as the entries
+    plan[cost_matrix < INF] = result.x  # row by row, as the entries
     return plan
 
 
@@ -683,7 +781,9 @@ def nce_hot(pos, neg, temperature):
     out = []
     for (p,), s in zip(_lists(pos), _lists(neg)):
         n = len(_finite(s))
-        out.append(math.log(1 + n) - (n * p - sum(s[j] for j in _finite(s))) / (n + 1) / temperature)
+        out.append(
+            math.log(1 + n) - (n * p - sum(s[j] for j in _finite(s))) / (n + 1) / temperature
+        )
     return np.array(out)
 
 
@@ -706,8 +806,12 @@ def worst_case(pos, neg, Q):
     """Compute L* = −log( e^{p} / (e^{p} + Q e^{max_j s_j}) ) of every anchor, logits (A, 1), (A, N) → (A,).
 
     The limit β → ∞ of nce on `tilted` weights, Q the sum of the weights. Ref: [1] Prop. 1, App. A.1"""
-    return np.array([_log_one_plus_ratio(math.log(Q) + _largest(s), p)
-                     for (p,), s in zip(_lists(pos), _lists(neg))])
+    return np.array(
+        [
+            _log_one_plus_ratio(math.log(Q) + _largest(s), p)
+            for (p,), s in zip(_lists(pos), _lists(neg))
+        ]
+    )
 
 
 def bad_probability(logits_row, beta, eps):
@@ -731,8 +835,11 @@ def worst_case_bound(logits_row, beta, eps):
     s = [v for v in _lists(logits_row) if v > -INF]
     spread = max(s) - min(s)
     gap = _weighted_mean([max(s) - v for v in s], [beta * (v - max(s)) for v in s])
-    return (gap, eps + spread * bad_probability(logits_row, beta, eps),
-            eps + spread * bad_probability_bound(logits_row, beta, eps))
+    return (
+        gap,
+        eps + spread * bad_probability(logits_row, beta, eps),
+        eps + spread * bad_probability_bound(logits_row, beta, eps),
+    )
 
 
 def _pairs_of(x, negatives):
@@ -759,12 +866,16 @@ def l_align(x, positives):
 
 def l_unif_star(x, negatives):
     """Compute sup_q E_x log E_q e^{f·f⁻} = E_x max f·f⁻ = 1/t² − E_x min ‖f − f⁻‖²/2. Ref: [1] Eq. 8"""
-    return _mean([_largest([_product(f, y) for y in sample]) for f, sample in _pairs_of(x, negatives)])
+    return _mean(
+        [_largest([_product(f, y) for y in sample]) for f, sample in _pairs_of(x, negatives)]
+    )
 
 
 def nearest_distance(x, negatives):
     """Compute E_x min ‖f − f⁻‖². Eq. 8 prints x⁺ under this infimum; it runs over x⁻. Ref: [1] Eq. 8"""
-    return _mean([min(_squared_distance(f, y) for y in sample) for f, sample in _pairs_of(x, negatives)])
+    return _mean(
+        [min(_squared_distance(f, y) for y in sample) for f, sample in _pairs_of(x, negatives)]
+    )
 
 
 def ball_packing(centres, shares):
@@ -773,11 +884,14 @@ def ball_packing(centres, shares):
     Theorem 2 states this problem. Its interpretation calls it Tammes' problem, which is about the smallest
     distance, not the mean. Ref: [1] Theorem 2, Eq. 5"""
     v = _lists(centres)
-    return sum(shares[c] * min(_squared_distance(v[c], v[d]) for d in range(len(v)) if d != c)
-               for c in range(len(v)))
+    return sum(
+        shares[c] * min(_squared_distance(v[c], v[d]) for d in range(len(v)) if d != c)
+        for c in range(len(v))
+    )
 
 
 # ---- 7. Gradients ------------------------------------------------------------------------------------------
+
 
 def _by_entry(slope, x):
     """Return slope(x, e_k) for every entry k of x, e_k the unit vector of that entry."""

@@ -3,6 +3,7 @@
 Prints how well raw pixels, the untrained and the trained encoder tell the classes apart; writes report.html,
 results.json and checkpoint.pt. Sections: arguments, main and run, images, evaluation and report, pictures.
 """
+
 import argparse
 import base64
 import collections
@@ -46,136 +47,354 @@ BICUBIC, require = T.InterpolationMode.BICUBIC, hardneg._require
 METHODS = ("simclr", "bank", "queue", "clae", "diffhard")
 DEFAULTS = {  # of a loss, a method, and a loss or method with a recipe: benchmarks/README.md
     "": {"temperature": 0.1, "alpha": 0.1, "epsilon": 0.3, "margin": 0.0, "lead_in": True},
-    "simclr": {"temperature": 0.05}, "debiased": {"tau_plus": 0.01}, "hcl": {"temperature": 0.3},
-    "ot": {"epsilon": 0.1}, "hard": {"temperature": 0.07, "alpha": 0.3}, "hard-simple": {"lead_in": False},
-    "triplet": {"weights": "top", "margin": 0.5},  # the nearest negative alone lets all embeddings collapse
-    "bank": {"momentum": 0.8}, "queue": {"momentum": 0.9}, "diffhard": {"momentum": 0.99},
-    **{f"{name} adamw": {"epochs": n, "batch_size": 64, "lr": 2e-3} for name, n in
-       (("triplet", 16), ("hard-simple", 28), ("bank", 24), ("queue", 24), ("diffhard", 6))}}
+    "simclr": {"temperature": 0.05},
+    "debiased": {"tau_plus": 0.01},
+    "hcl": {"temperature": 0.3},
+    "ot": {"epsilon": 0.1},
+    "hard": {"temperature": 0.07, "alpha": 0.3},
+    "hard-simple": {"lead_in": False},
+    "triplet": {
+        "weights": "top",
+        "margin": 0.5,
+    },  # the nearest negative alone lets all embeddings collapse
+    "bank": {"momentum": 0.8},
+    "queue": {"momentum": 0.9},
+    "diffhard": {"momentum": 0.99},
+    **{
+        f"{name} adamw": {"epochs": n, "batch_size": 64, "lr": 2e-3}
+        for name, n in (
+            ("triplet", 16),
+            ("hard-simple", 28),
+            ("bank", 24),
+            ("queue", 24),
+            ("diffhard", 6),
+        )
+    },
+}
 LOSS_OPTIONS = "weights objective tau_plus margin temperature beta alpha epsilon cost kappa".split()
-FREE = "out resume device root report evaluate workers compare seeds overwrite export command".split()
+FREE = (
+    "out resume device root report evaluate workers compare seeds overwrite export command".split()
+)
 EFFECTS = {  # flags: the weights, objectives and methods on which they act
-    "temperature": "tilted nce ppcl decoupled", "tau_plus": "nce ppcl decoupled", "beta anneal": "tilted",
-    "epsilon cost kappa": "transported", "alpha lead_in": "top", "margin": "triplet", "bound": "clae",
-    "queue_size": "queue", "momentum": "bank queue diffhard",
-    "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard", "seeds": "compare"}
-SHORT_HELP = "loss temperature alpha method data encoder epochs out compare export help help_all".split()
-FIGURES = ("loss", "positive", "negative", "ess", "clamped", "pair", "d_loss", "g_loss", "diversity")
+    "temperature": "tilted nce ppcl decoupled",
+    "tau_plus": "nce ppcl decoupled",
+    "beta anneal": "tilted",
+    "epsilon cost kappa": "transported",
+    "alpha lead_in": "top",
+    "margin": "triplet",
+    "bound": "clae",
+    "queue_size": "queue",
+    "momentum": "bank queue diffhard",
+    "pairs ascent pretrain every width latent gan_lr ascent_lr": "diffhard",
+    "seeds": "compare",
+}
+SHORT_HELP = (
+    "loss temperature alpha method data encoder epochs out compare export help help_all".split()
+)
+FIGURES = (
+    "loss",
+    "positive",
+    "negative",
+    "ess",
+    "clamped",
+    "pair",
+    "d_loss",
+    "g_loss",
+    "diversity",
+)
 PICTURES = "curves.png", "nearest.png", "map.png", "histograms.png", "pairs.png"
+
 
 class Parser(argparse.ArgumentParser):
     """Say a mistake in one line, with the nearest word that would work, and end with exit code 2."""
+
     def error(self, message):
-        if found := re.search(r"choice: '(\S*)' \(choose from (.*)\)|unrecognized arguments: (\S+)", message):
+        if found := re.search(
+            r"choice: '(\S*)' \(choose from (.*)\)|unrecognized arguments: (\S+)", message
+        ):
             choice, choices, flag = found.groups()
             words = re.findall(r"[\w-]+", choices) if choices else list(self._option_string_actions)
             near = difflib.get_close_matches(choice or flag, words, 1, 0.5)
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"train.py: {message}\n")
 
+
 def arguments(argv):
     """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
     parser = Parser(
-        usage="python train.py [flags]", description=__doc__.split("\n")[0], allow_abbrev=False, epilog=
-        "[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021")
+        usage="python train.py [flags]",
+        description=__doc__.split("\n")[0],
+        allow_abbrev=False,
+        epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021",
+    )
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
-    yes, no, open_ = ({"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None))
-    own = lambda key: "default: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
+    yes, no, open_ = (
+        {"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None)
+    )
+    own = lambda key: (
+        "default: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
+    )
     parser.add_argument("--help-all", action="help", help="explain all flags")
     add = parser.add_argument_group("loss").add_argument
-    add("--loss", choices=hardneg.PRESETS, help="weights and objective; default: hcl, or ppcl for diffhard")
-    add("--weights", choices=hardneg.WEIGHTS, help="of the negatives; default: of the loss, top for triplet")
-    add("--objective", choices=hardneg.OBJECTIVES, help="default: that of the loss; ppcl for generated pairs")
-    tuned = lambda key, other: "default: " + ", ".join(
-        f"{row[key]:g} for {name}" for name, row in DEFAULTS.items() if name and key in row) + other
-    add("--temperature", **real, help=f"divides cosines, above 0; {tuned('temperature', ', else 0.1')}")
-    add("--tau-plus", **real, help=f"share of false negatives [1]; {tuned('tau_plus', ', 0.1 for hcl')}")
+    add(
+        "--loss",
+        choices=hardneg.PRESETS,
+        help="weights and objective; default: hcl, or ppcl for diffhard",
+    )
+    add(
+        "--weights",
+        choices=hardneg.WEIGHTS,
+        help="of the negatives; default: of the loss, top for triplet",
+    )
+    add(
+        "--objective",
+        choices=hardneg.OBJECTIVES,
+        help="default: that of the loss; ppcl for generated pairs",
+    )
+    tuned = lambda key, other: (
+        "default: "
+        + ", ".join(
+            f"{row[key]:g} for {name}" for name, row in DEFAULTS.items() if name and key in row
+        )
+        + other
+    )
+    add(
+        "--temperature",
+        **real,
+        help=f"divides cosines, above 0; {tuned('temperature', ', else 0.1')}",
+    )
+    add(
+        "--tau-plus",
+        **real,
+        help=f"share of false negatives [1]; {tuned('tau_plus', ', 0.1 for hcl')}",
+    )
     add("--beta", **real, default=1.0, help="hcl: concentration on near negatives, at least 0 [1]")
     add("--anneal", **no, help="hcl: lower beta to 0 in five steps over the run")
-    add("--epsilon", **real, help="ot: regularisation, in units of the cost, above 0 [2]; default: 0.1")
-    add("--cost", default="sqeuclidean", choices=("sqeuclidean", "exp"), help="ot: cost of the coupling")
+    add(
+        "--epsilon",
+        **real,
+        help="ot: regularisation, in units of the cost, above 0 [2]; default: 0.1",
+    )
+    add(
+        "--cost",
+        default="sqeuclidean",
+        choices=("sqeuclidean", "exp"),
+        help="ot: cost of the coupling",
+    )
     add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
-    add("--alpha", **real, nargs="?", help=f"hard: share of nearest kept [4]; {tuned('alpha', ', else 0.1')}")
-    add("--lead-in", **open_, help="lower the share from 1 to alpha at first; default: not for hard-simple")
+    add(
+        "--alpha",
+        **real,
+        nargs="?",
+        help=f"hard: share of nearest kept [4]; {tuned('alpha', ', else 0.1')}",
+    )
+    add(
+        "--lead-in",
+        **open_,
+        help="lower the share from 1 to alpha at first; default: not for hard-simple",
+    )
     add("--margin", **real, help="triplet: a squared distance, at least 0; default: 0.5, or 0")
-    add("--true-positives", **no, help="second view from another image of the class: uses labels [1]")
+    add(
+        "--true-positives",
+        **no,
+        help="second view from another image of the class: uses labels [1]",
+    )
     add = parser.add_argument_group("data").add_argument
-    add("--data", default="shapes", metavar="NAME", help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
-        "folder: one folder of images per class, train/ and test/ that hold such folders, or images alone")
-    add("--root", default="data", metavar="DIR", help="where torchvision's sets are, or are downloaded to")
+    add(
+        "--data",
+        default="shapes",
+        metavar="NAME",
+        help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
+        "folder: one folder of images per class, train/ and test/ that hold such folders, or images alone",
+    )
+    add(
+        "--root",
+        default="data",
+        metavar="DIR",
+        help="where torchvision's sets are, or are downloaded to",
+    )
     add("--fraction", **real, default=1.0, help="share of each class to train on, in (0, 1]")
-    add("--workers", **whole, help="processes that decode a folder; default: all cores, if it is large")
-    add("--size", **whole, help="side of images in pixels; default: their own, in a folder at most 96")
+    add(
+        "--workers",
+        **whole,
+        help="processes that decode a folder; default: all cores, if it is large",
+    )
+    add(
+        "--size",
+        **whole,
+        help="side of images in pixels; default: their own, in a folder at most 96",
+    )
     add = parser.add_argument_group("training").add_argument
-    add("--method", default="simclr", choices=METHODS, help="candidates: simclr, the batch; bank, a row per "
-        "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]")
-    add("--momentum", **real, help="of the bank's rows (0.8), of the slow copy (queue 0.9, diffhard 0.99)")
-    add("--queue-size", **whole, default=64, help="earlier embeddings in the queue, fewer than images")
+    add(
+        "--method",
+        default="simclr",
+        choices=METHODS,
+        help="candidates: simclr, the batch; bank, a row per "
+        "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]",
+    )
+    add(
+        "--momentum",
+        **real,
+        help="of the bank's rows (0.8), of the slow copy (queue 0.9, diffhard 0.99)",
+    )
+    add(
+        "--queue-size",
+        **whole,
+        default=64,
+        help="earlier embeddings in the queue, fewer than images",
+    )
     add("--bound", **real, default=0.005, help="clae: largest change of a pixel, in (0, 1)")
     add("--encoder", default="small", choices=("small", "resnet18", "resnet50"), help="the network")
-    add("--recipe", default="adamw", choices=hardneg.RECIPES, help="adamw: cosine rate; sgd: steps, as [4]")
+    add(
+        "--recipe",
+        default="adamw",
+        choices=hardneg.RECIPES,
+        help="adamw: cosine rate; sgd: steps, as [4]",
+    )
     add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 6 to 28 for some")
     add("--batch-size", **whole, help=f"images in a batch, at most; {own('batch_size')}, or 64")
-    add("--micro-batch", **whole, help="views in one pass of the encoder, to save memory; default: a batch")
+    add(
+        "--micro-batch",
+        **whole,
+        help="views in one pass of the encoder, to save memory; default: a batch",
+    )
     add("--lr", "--learning-rate", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
     add("--weight-decay", **real, help=own("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda or cuda:1")
-    add("--out", type=Path, metavar="DIR", help="output folder; default: runs/DATA-METHOD-LOSS-SEED")
-    add("--report", **yes, help="end with pictures of what the encoder has learned, in DIR/report.html")
-    add("--resume", **open_, help="continue the run in DIR, or begin anew; default: continue if stopped")
+    add(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cpu, cuda or cuda:1",
+    )
+    add(
+        "--out", type=Path, metavar="DIR", help="output folder; default: runs/DATA-METHOD-LOSS-SEED"
+    )
+    add(
+        "--report",
+        **yes,
+        help="end with pictures of what the encoder has learned, in DIR/report.html",
+    )
+    add(
+        "--resume",
+        **open_,
+        help="continue the run in DIR, or begin anew; default: continue if stopped",
+    )
     add("--overwrite", **no, help="replace a finished run in DIR")
-    add("--compare", nargs="+", metavar="LOSS", choices=hardneg.PRESETS, help="train with each, and compare")
+    add(
+        "--compare",
+        nargs="+",
+        metavar="LOSS",
+        choices=hardneg.PRESETS,
+        help="train with each, and compare",
+    )
     add("--seeds", **whole, default=3, help="compare: runs of each loss, from --seed on")
-    add("--evaluate", type=Path, metavar="RUN", help="only measure the encoder of the folder RUN on --data")
-    add("--export", nargs=2, type=Path, metavar=("RUN", "FILE"), help="only write RUN's encoder to FILE.pt2")
+    add(
+        "--evaluate",
+        type=Path,
+        metavar="RUN",
+        help="only measure the encoder of the folder RUN on --data",
+    )
+    add(
+        "--export",
+        nargs=2,
+        type=Path,
+        metavar=("RUN", "FILE"),
+        help="only write RUN's encoder to FILE.pt2",
+    )
     add = parser.add_argument_group("diffhard [3]").add_argument
-    add("--pairs", **yes, help="two images of a latent, by G and its slow copy, are positives; no: G+Hard")
-    add("--ascent", **yes, help="the generator ascends the encoder's loss; no: G+Pos, without pairs CL-GAN")
-    add("--pretrain", **whole, default=2, help="epochs of the game before the encoder begins, at least 0")
-    add("--every", **whole, default=8, help="steps of the encoder per step of the generator, at least 1")
+    add(
+        "--pairs",
+        **yes,
+        help="two images of a latent, by G and its slow copy, are positives; no: G+Hard",
+    )
+    add(
+        "--ascent",
+        **yes,
+        help="the generator ascends the encoder's loss; no: G+Pos, without pairs CL-GAN",
+    )
+    add(
+        "--pretrain",
+        **whole,
+        default=2,
+        help="epochs of the game before the encoder begins, at least 0",
+    )
+    add(
+        "--every",
+        **whole,
+        default=8,
+        help="steps of the encoder per step of the generator, at least 1",
+    )
     add("--width", **whole, default=8, help="channels at full size: 8 for a CPU, 64 for a GPU")
     add("--latent", **whole, default=64, help="dimensions of a latent")
     add("--gan-lr", **real, default=4e-4, help="learning rate of generator and discriminator")
-    add("--ascent-lr", **real, default=1e-4, help="peak rate of the ascent: higher makes images harder")
+    add(
+        "--ascent-lr",
+        **real,
+        default=1e-4,
+        help="peak rate of the ascent: higher makes images harder",
+    )
 
     for action in parser._actions:
-        action.help += " (default: %(default)s)" * (action.default not in (None, False, argparse.SUPPRESS))
-        action.help = action.help if {"--help-all", action.dest} & {*SHORT_HELP, *argv} else argparse.SUPPRESS
+        action.help += " (default: %(default)s)" * (
+            action.default not in (None, False, argparse.SUPPRESS)
+        )
+        action.help = (
+            action.help if {"--help-all", action.dest} & {*SHORT_HELP, *argv} else argparse.SUPPRESS
+        )
     args = parser.parse_args(argv)
-    at = argv.index("--compare") if "--compare" in argv else len(argv)  # each of its runs has a command
-    args.command = shlex.join(["python", "train.py", *argv[:at], *argv[at + 1 + len(args.compare or ()):]])
+    at = (
+        argv.index("--compare") if "--compare" in argv else len(argv)
+    )  # each of its runs has a command
+    args.command = shlex.join(
+        ["python", "train.py", *argv[:at], *argv[at + 1 + len(args.compare or ()) :]]
+    )
     game = args.method == "diffhard"
     args.loss = args.loss or (args.compare[0] if args.compare else "ppcl" if game else "hcl")
     weights, objective, tau_plus = hardneg.PRESETS[args.loss]
     if args.objective is None:  # nce knows no generated pairs
         args.objective = "ppcl" if game and args.pairs and objective == "nce" else objective
     known = {**hardneg.RECIPES[args.recipe], "weights": weights, "tau_plus": tau_plus}
-    for key in ("", args.loss, *[args.method] * (args.method != "simclr"), f"{args.loss} {args.recipe}",
-                f"{args.method} {args.recipe}"):
+    for key in (
+        "",
+        args.loss,
+        *[args.method] * (args.method != "simclr"),
+        f"{args.loss} {args.recipe}",
+        f"{args.method} {args.recipe}",
+    ):
         known |= DEFAULTS.get(key, {})
     for name, value in known.items():
         if getattr(args, name, value) is None:
             setattr(args, name, value)
     if args.out is None:
-        variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (game and not args.ascent)
+        variant = "-no-pairs" * (game and not args.pairs) + "-no-ascent" * (
+            game and not args.ascent
+        )
         last = "compare" if args.compare else f"{args.loss}-{args.seed}"
         args.out = Path("runs", f"{Path(args.data).resolve().name}-{args.method}{variant}-{last}")
     return args
 
+
 def effective(args, name):
     """Tell whether an option has an effect on what the command does."""
     if args.evaluate or args.export:
-        return name in ("evaluate data root fraction workers device" if args.evaluate else "export").split()
+        return (
+            name
+            in ("evaluate data root fraction workers device" if args.evaluate else "export").split()
+        )
     on = [words.split() for flags, words in EFFECTS.items() if name in flags.split()]
     parts = {args.weights, args.objective, args.method, "compare" if args.compare else None}
     return not on or not parts.isdisjoint(on[0])
 
+
 def options_of(args):
     """List what makes a run what it is, {option: value}: it must stay when the run goes on."""
-    return {name: value for name, value in vars(args).items()
-            if name not in FREE and value is not None and effective(args, name)}
+    return {
+        name: value
+        for name, value in vars(args).items()
+        if name not in FREE and value is not None and effective(args, name)
+    }
+
 
 # ---- Main and run ------------------------------------------------------------------------------------------
 def main(argv=None):
@@ -185,7 +404,9 @@ def main(argv=None):
     args = arguments(argv)
     runs = [arguments([*argv, "--loss", loss]) for loss in args.compare or [args.loss]]
     # losses are compared after equally many epochs, in batches of one size, at one rate
-    epochs, size, lr = ([getattr(one, name) for one in runs] for name in ("epochs", "batch_size", "lr"))
+    epochs, size, lr = (
+        [getattr(one, name) for one in runs] for name in ("epochs", "batch_size", "lr")
+    )
     alike = f"--epochs {max(epochs)} --batch-size {min(size)} --lr {min(lr)}".split()
     rows = {one.loss: ["--loss", one.loss, *alike] for one in runs}
     for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
@@ -215,47 +436,95 @@ def main(argv=None):
     except (ValueError, ArithmeticError, RuntimeError, OSError, AssertionError) as error:
         sys.exit(f"train.py: {error}")
 
+
 def check(args):
     """Find mistakes in the options before anything slow: build the run for four blank images."""
     try:
         torch.empty(0, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {args.device} cannot be used here; try --device cpu") from error
-    require(args.data in ("shapes", *TORCHVISION) or Path(args.data).is_dir(), "--data", args.data,
-            f"shapes, {', '.join(TORCHVISION)}, or a folder that exists")
+    require(
+        args.data in ("shapes", *TORCHVISION) or Path(args.data).is_dir(),
+        "--data",
+        args.data,
+        f"shapes, {', '.join(TORCHVISION)}, or a folder that exists",
+    )
     run, file = args.export or (None, None)
     resumed = args.out if args.resume and not args.compare else None
-    for flag, folder in (("--resume, so --out", resumed), ("--evaluate", args.evaluate), ("--export", run)):
-        require(not folder or (folder / "checkpoint.pt").exists(), flag, folder, "the folder of a run")
+    for flag, folder in (
+        ("--resume, so --out", resumed),
+        ("--evaluate", args.evaluate),
+        ("--export", run),
+    ):
+        require(
+            not folder or (folder / "checkpoint.pt").exists(), flag, folder, "the folder of a run"
+        )
     require(file is None or file.suffix == ".pt2", "--export", file, "a file that ends in .pt2")
     single = args.compare or args.evaluate or run
-    require(not single or not torch.distributed.is_torchelastic_launched(), "the launcher", "torchrun",
-            "python for --compare, --evaluate and --export")
+    require(
+        not single or not torch.distributed.is_torchelastic_launched(),
+        "the launcher",
+        "torchrun",
+        "python for --compare, --evaluate and --export",
+    )
     require(0 < args.fraction <= 1, "--fraction", args.fraction, "in (0, 1]")
-    require(args.size is None or 8 <= args.size <= 1024, "--size", args.size, "from 8 to 1024 pixels")
-    require(args.micro_batch is None or args.micro_batch > 0, "--micro-batch", args.micro_batch, "at least 1")
+    require(
+        args.size is None or 8 <= args.size <= 1024, "--size", args.size, "from 8 to 1024 pixels"
+    )
+    require(
+        args.micro_batch is None or args.micro_batch > 0,
+        "--micro-batch",
+        args.micro_batch,
+        "at least 1",
+    )
     require(args.seeds >= 1, "--seeds", args.seeds, "at least 1")
     size = args.size or 32
     images = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=args.device)
     labels = torch.arange(4, device=args.device) // 2
     changed = {"queue_size": min(args.queue_size, 1), "sync_batchnorm": False}
-    build(argparse.Namespace(**{**vars(args), **changed}), Images(images, labels, images, labels, ["a", "b"]))
+    build(
+        argparse.Namespace(**{**vars(args), **changed}),
+        Images(images, labels, images, labels, ["a", "b"]),
+    )
     finished = (args.out / "results.json").exists() and not (args.overwrite or single)
-    require(not finished or args.resume, "--out", args.out,
-            "another folder, as the run in it is finished; --overwrite replaces it")
+    require(
+        not finished or args.resume,
+        "--out",
+        args.out,
+        "another folder, as the run in it is finished; --overwrite replaces it",
+    )
+
 
 def build(args, images, group=None):
     """Make the encoder and its training as the options say."""
-    criterion = hardneg.ContrastiveLoss(args.loss, **{name: getattr(args, name) for name in LOSS_OPTIONS})
+    criterion = hardneg.ContrastiveLoss(
+        args.loss, **{name: getattr(args, name) for name in LOSS_OPTIONS}
+    )
     encoder = untrained(args.encoder, images, args.seed)
     if args.sync_batchnorm:
         encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
-    anneal = {"beta": lambda progress: hardneg.annealed_beta(progress, args.beta)} if args.anneal else {}
-    lead_in = {"alpha": lambda progress: hardneg.lead_in(progress, args.alpha)} if args.lead_in else {}
+    anneal = (
+        {"beta": lambda progress: hardneg.annealed_beta(progress, args.beta)} if args.anneal else {}
+    )
+    lead_in = (
+        {"alpha": lambda progress: hardneg.lead_in(progress, args.alpha)} if args.lead_in else {}
+    )
     schedules = {"tilted": anneal, "top": lead_in}.get(args.weights, {})
     return encoder, hardneg.Training(
-        encoder, images.train, make_method(args, criterion, encoder, images), args.recipe, args.epochs,
-        args.batch_size, args.lr, args.weight_decay, schedules, args.micro_batch, group=group, seed=args.seed)
+        encoder,
+        images.train,
+        make_method(args, criterion, encoder, images),
+        args.recipe,
+        args.epochs,
+        args.batch_size,
+        args.lr,
+        args.weight_decay,
+        schedules,
+        args.micro_batch,
+        group=group,
+        seed=args.seed,
+    )
+
 
 def run(args, images=None, known=None, bar=None):
     """Train an encoder, measure it and save the results; one of several runs shares what is given."""
@@ -279,25 +548,37 @@ def run(args, images=None, known=None, bar=None):
         learn(args, training, state, images, bar)
         rows = measure(images, {} if known is None else known, args.encoder, args.seed, encoder)
         draw_curves(args.out / "curves.png", state["history"])
-        facts = {name: getattr(args, name) for name in "loss method data seed epochs device".split()} | {
-            "seconds": round(state["seconds"], 1), "options": options_of(args)}
+        facts = {
+            name: getattr(args, name) for name in "loss method data seed epochs device".split()
+        } | {"seconds": round(state["seconds"], 1), "options": options_of(args)}
         if args.report:
             draw_pictures(args, training, images)
             write_page(args, rows, facts)
         save_results(args.out / "results.json", rows, facts)
 
+
 def describe(args, training):
     """Print the loss with the options that have an effect, its schedules, and its value at chance."""
     known = [f"{name} {x}" for name, x in options_of(args).items() if name in LOSS_OPTIONS]
-    print(f"loss {args.loss}: {', '.join(known)}" + f", on {training.ranks} processes" * (training.ranks > 1))
+    print(
+        f"loss {args.loss}: {', '.join(known)}"
+        + f", on {training.ranks} processes" * (training.ranks > 1)
+    )
     for name, schedule in training.schedules.items():
-        print(f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g}" + " by halftime" * (name == "alpha"))
+        print(
+            f"{name} goes from {schedule(0.0):g} to {schedule(1.0):g}"
+            + " by halftime" * (name == "alpha")
+        )
     if args.objective in ("nce", "ppcl"):
         n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
-        n = {"bank": n - 1, "queue": args.queue_size + views // 2 - 1,
-             "diffhard": 2 * views - 2}.get(args.method, views - 2)
+        n = {
+            "bank": n - 1,
+            "queue": args.queue_size + views // 2 - 1,
+            "diffhard": 2 * views - 2,
+        }.get(args.method, views - 2)
         n = math.ceil(n * args.alpha) if args.weights == "top" else n
         print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
+
 
 @contextlib.contextmanager
 def alone(folder):
@@ -308,8 +589,11 @@ def alone(folder):
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"--out is {folder}, where another run is at work; name another") from None
+            raise ValueError(
+                f"--out is {folder}, where another run is at work; name another"
+            ) from None
         yield
+
 
 def begin(args, images):
     """Remove what an earlier run left → the state of a new one."""
@@ -319,14 +603,19 @@ def begin(args, images):
             path.unlink()
     return {"history": [], "seen": [], "seconds": 0.0, "size": images.train.shape[-1]}
 
+
 def measure(images, known, name, seed, encoder):
     """Measure raw pixels, the untrained encoder of a seed and the trained one; known keeps the first two."""
     print("measuring the encoder, its untrained state and raw pixels …", flush=True)
     own, before = (name, seed), lambda: untrained(name, images, seed)
     known["raw"] = known.get("raw") or evaluate(None, images)
     known[own] = known.get(own) or evaluate(before(), images)
-    return {"raw pixels": [known["raw"]], "untrained encoder": [known[own]],
-            "trained encoder": [evaluate(encoder, images)]}
+    return {
+        "raw pixels": [known["raw"]],
+        "untrained encoder": [known[own]],
+        "trained encoder": [evaluate(encoder, images)],
+    }
+
 
 def join(args):
     """Join torchrun's processes → process group, rank; None, 0 for a process on its own."""
@@ -340,14 +629,22 @@ def join(args):
         sys.stdout = open(os.devnull, "w")
     return torch.distributed.group.WORLD, torch.distributed.get_rank()
 
+
 def read(args, size):
     """Read the images that the options name, and say what they are."""
     *images, classes = load(args.data, args.root, size, args.fraction, workers=args.workers)
     images = Images(*(x.to(args.device) for x in images), classes)
-    size, kinds = images.train.shape[-1], f"{len(classes)} classes" if classes else "no classes or accuracies"
-    print(f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-          f"{kinds}, {size} × {size} pixels, on {args.device}", flush=True)
+    size, kinds = (
+        images.train.shape[-1],
+        f"{len(classes)} classes" if classes else "no classes or accuracies",
+    )
+    print(
+        f"{args.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
+        f"{kinds}, {size} × {size} pixels, on {args.device}",
+        flush=True,
+    )
     return images
+
 
 def untrained(name, images, seed):
     """Make the encoder that a run with this seed begins with."""
@@ -355,24 +652,47 @@ def untrained(name, images, seed):
     encoder = hardneg.Encoder(name, size=images.train.shape[-1])
     return encoder.to(images.train.device, memory_format=torch.channels_last)
 
+
 def make_method(args, criterion, encoder, images):
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
     fine = args.method != "queue" or args.queue_size < max(2, len(train))
-    require(fine, "--queue-size", args.queue_size, f"below the number of training images, {len(train)}")
-    require(args.method == "simclr" and images.classes or not args.true_positives, "--true-positives", "on",
-            "off: it is for the method simclr and images with classes")
+    require(
+        fine, "--queue-size", args.queue_size, f"below the number of training images, {len(train)}"
+    )
+    require(
+        args.method == "simclr" and images.classes or not args.true_positives,
+        "--true-positives",
+        "on",
+        "off: it is for the method simclr and images with classes",
+    )
     partners = (train, images.train_labels) if args.true_positives else None
     return {
         "simclr": lambda: hardneg.SimCLR(criterion, views, partners),
         "bank": lambda: hardneg.Bank(criterion, encoder, train, args.momentum, views),
-        "queue": lambda: hardneg.Queue(criterion, encoder, train, args.queue_size, args.momentum, views),
+        "queue": lambda: hardneg.Queue(
+            criterion, encoder, train, args.queue_size, args.momentum, views
+        ),
         "clae": lambda: hardneg.CLAE(criterion, args.bound, views),
-        "diffhard": lambda: hardneg.DiffHard(criterion, hardneg.Game(
-            size, args.width, args.latent, args.pairs, args.ascent, args.momentum, args.pretrain, args.every,
-            lr=args.gan_lr, ascent_lr=args.ascent_lr), views),
+        "diffhard": lambda: hardneg.DiffHard(
+            criterion,
+            hardneg.Game(
+                size,
+                args.width,
+                args.latent,
+                args.pairs,
+                args.ascent,
+                args.momentum,
+                args.pretrain,
+                args.every,
+                lr=args.gan_lr,
+                ascent_lr=args.ascent_lr,
+            ),
+            views,
+        ),
     }[args.method]()
+
 
 def restore(args, training):
     """Bring the training to where it was stopped → the state of the run; None if the run begins anew."""
@@ -388,10 +708,21 @@ def restore(args, training):
     print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
     return state
 
+
 def require_same(folder, was, now):
     """Require that the run in a folder has these options."""
-    other = [f"--{k.replace('_', '-')} was {was.get(k)}" for k in {**was, **now} if was.get(k) != now.get(k)]
-    require(not other, "--out", folder, f"another folder: {', '.join(other)} there; --overwrite replaces it")
+    other = [
+        f"--{k.replace('_', '-')} was {was.get(k)}"
+        for k in {**was, **now}
+        if was.get(k) != now.get(k)
+    ]
+    require(
+        not other,
+        "--out",
+        folder,
+        f"another folder: {', '.join(other)} there; --overwrite replaces it",
+    )
+
 
 def read_checkpoint(folder, device):
     """Read the checkpoint of a run; ValueError if it is missing, broken or of another program."""
@@ -403,6 +734,7 @@ def read_checkpoint(folder, device):
         raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())[:100]})") from error
     require(not foreign, path, f"without {', '.join(foreign)}", "a checkpoint of this program")
     return state
+
 
 def write(path, content):
     """Write a file whole or not at all; content is text, or a function that writes to a file object."""
@@ -418,6 +750,7 @@ def write(path, content):
         part.unlink(missing_ok=True)
         raise OSError(f"{path} cannot be written: {error.strerror}") from error
 
+
 @contextlib.contextmanager
 def stoppable(active):
     """Collect Ctrl-C and SIGTERM in a list, for a loop to stop between steps; the second stops at once."""
@@ -430,23 +763,36 @@ def stoppable(active):
         for number, handler in before.items():
             signal.signal(number, handler)
 
+
 def learn(args, training, state, images, bar=None):
     """Train to the end with a progress bar; after each epoch and when stopped, save all that a run needs."""
     n, seen, before = len(training.images), state["seen"], state["seconds"] - time.perf_counter()
     few, epochs = at_most(images, 1000), training.method.pretrain + training.epochs
-    with (tqdm(total=n * epochs, unit=" images") if bar is None else contextlib.nullcontext(bar) as bar,
-          stoppable(training.ranks == 1) as stop):
-        bar.update(n * (training.method.pretrain + training.epoch) + n * training.done // training.batches)
+    with (
+        tqdm(total=n * epochs, unit=" images")
+        if bar is None
+        else contextlib.nullcontext(bar) as bar,
+        stoppable(training.ranks == 1) as stop,
+    ):
+        bar.update(
+            n * (training.method.pretrain + training.epoch) + n * training.done // training.batches
+        )
         bar.unpause()  # what was done before says nothing of the speed
         for progress in training:
             seen.append(progress)
-            if bar.update(progress["images"]) and "loss" in progress:  # sometimes: it waits for the device
+            if (
+                bar.update(progress["images"]) and "loss" in progress
+            ):  # sometimes: it waits for the device
                 bar.set_postfix_str(f"loss {float(progress['loss']):.3f}")
             if training.done > 0 and not stop:
                 continue
-            seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
+            seen[:] = [
+                {name: float(step[name]) for name in FIGURES if name in step} for step in seen
+            ]
             if training.done == 0:
-                means = {name: mean(x) for name in FIGURES if (x := [k[name] for k in seen if name in k])}
+                means = {
+                    name: mean(x) for name in FIGURES if (x := [k[name] for k in seen if name in k])
+                }
                 if training.epoch % -(-training.epochs // 10) == 0 and images.classes:
                     means |= evaluate(training.encoder, few, ("knn",))
                 state["history"].append({"epoch": training.epoch, **means})
@@ -457,13 +803,21 @@ def learn(args, training, state, images, bar=None):
             if stop:
                 raise KeyboardInterrupt
 
+
 def compare(rows, argv, seeds, out):
     """Train with the options of all and of each row, {name: options}, and each seed, what is not done yet."""
-    plan = {(name, seed): arguments([*argv, *options, "--seed", f"{seed}", "--out", f"{out / name}-{seed}"])
-            for seed in seeds for name, options in rows.items()}
+    plan = {
+        (name, seed): arguments(
+            [*argv, *options, "--seed", f"{seed}", "--out", f"{out / name}-{seed}"]
+        )
+        for seed in seeds
+        for name, options in rows.items()
+    }
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
     images = read(first, first.size)
-    work = lambda args: len(images.train) * (args.epochs + args.pretrain * (args.method == "diffhard"))
+    work = lambda args: (
+        len(images.train) * (args.epochs + args.pretrain * (args.method == "diffhard"))
+    )
     with tqdm(total=sum(map(work, plan.values())), unit=" images") as bar:
         for (name, _), args in plan.items():
             bar.set_description(args.out.name)
@@ -481,49 +835,73 @@ def compare(rows, argv, seeds, out):
         draw_comparison(out / "compare.png", found)
     print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/")
 
+
 def spread(values, digits=1):
     """Write mean ± standard deviation; the mean alone for one value."""
-    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+    return f"{mean(values):.{digits}f}" + (
+        f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    )
+
 
 def table_of(found):
     """Write {name: results of each seed} as a Markdown table."""
     rows, some = {f"`{name}`": runs for name, runs in found.items()}, next(iter(found.values()))
     rows |= {"untrained encoder": [r["untrained"] for r in some], "raw pixels": [some[0]["raw"]]}
     heading, *lines = cells(rows)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines))
+    return "\n".join(
+        f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *lines)
+    )
+
 
 def difference(one, other, figure="linear"):
     """Return the mean difference of two lists of results, paired by seed, and its standard error."""
     gaps = [a[figure] - b[figure] for a, b in zip(one, other)]
     return mean(gaps), stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
 
+
 def verdict(found):
     """Say which differences of linear accuracy exceed twice their standard error."""
     n, some = len(next(iter(found.values()))), next(iter(found.values()))
     if n < 2 or len(found) < 2 or some[0]["linear"] is None:
-        return "No difference can be judged: that takes two losses, two seeds and images with classes."
+        return (
+            "No difference can be judged: that takes two losses, two seeds and images with classes."
+        )
     said = {True: [], False: []}
     for name, other in itertools.combinations(found, 2):
         gap, error = difference(found[name], found[other])
         said[abs(gap) > 2 * error].append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
     odds = {2: 30, 3: 18, 4: 14, 5: 12}.get(n, 10)  # Student's t beyond 2, in percent
-    return (f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
-            f"{', '.join(said[True]) or 'none'}. They do not: {', '.join(said[False]) or 'none'}. "
-            f"Of differences that are none, {odds} % exceed it.")
+    return (
+        f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
+        f"{', '.join(said[True]) or 'none'}. They do not: {', '.join(said[False]) or 'none'}. "
+        f"Of differences that are none, {odds} % exceed it."
+    )
+
 
 def transfer(args):
     """Measure the encoder of a run on other images: only the readout is trained. Ref: [3] Tables 3, 4"""
     state = read_checkpoint(args.evaluate, args.device)
     was, epochs = state["args"], max(0, state["training"]["epoch"])
-    print(f"{was['encoder']} of {args.evaluate}, after {epochs} epochs of training on {was['data']}")
+    print(
+        f"{was['encoder']} of {args.evaluate}, after {epochs} epochs of training on {was['data']}"
+    )
     images = read(args, state["size"])
     encoder = untrained(was["encoder"], images, was["seed"])
     encoder.load_state_dict(state["training"]["encoder"])
     rows = measure(images, {}, was["encoder"], was["seed"], encoder)
     name = Path(args.data).resolve().name + f"-{args.fraction:g}" * (args.fraction < 1)
-    save_results(args.evaluate / f"evaluate-{name}.json", rows, {
-        "run": args.evaluate, "trained_on": was["data"], "epochs": epochs, "data": args.data,
-        "fraction": args.fraction})
+    save_results(
+        args.evaluate / f"evaluate-{name}.json",
+        rows,
+        {
+            "run": args.evaluate,
+            "trained_on": was["data"],
+            "epochs": epochs,
+            "data": args.data,
+            "fraction": args.fraction,
+        },
+    )
+
 
 def export(run, path):
     """Write the encoder of a run as a program for torch.export.load, which needs no code of this project."""
@@ -531,13 +909,19 @@ def export(run, path):
     encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
     encoder.load_state_dict(state["training"]["encoder"])
     example = torch.zeros(2, 3, state["size"], state["size"])
-    program = torch.export.export(encoder.eval(), (example,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    program = torch.export.export(
+        encoder.eval(), (example,), dynamic_shapes=({0: torch.export.Dim("n")},)
+    )
     write(path, lambda file: torch.export.save(program, file))
-    print(f"{path}: images (n, {', '.join(map(str, example.shape[1:]))}) in [0, 1] → features, embeddings")
+    print(
+        f"{path}: images (n, {', '.join(map(str, example.shape[1:]))}) in [0, 1] → features, embeddings"
+    )
+
 
 # ---- Images: uint8 (n, 3, H, W) ----------------------------------------------------------------------------
 # uint8 (n, 3, H, W), labels (n,), −1 where there is none, and the names of the classes, if there are any
 Images = collections.namedtuple("Images", "train train_labels test test_labels classes")
+
 
 def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=None):
     """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
@@ -548,18 +932,25 @@ def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=No
     if data not in ("shapes", *TORCHVISION):
         return from_folder(Path(data), size, fraction, seed, workers)
     if data == "shapes":
-        sets = [*shapes(8000, seed=seed, size=size or 32), *shapes(2000, seed=seed + 10**6, size=size or 32)]
+        sets = [
+            *shapes(8000, seed=seed, size=size or 32),
+            *shapes(2000, seed=seed + 10**6, size=size or 32),
+        ]
         images = Images(*sets, list(OUTLINES))
     else:
         images = from_torchvision(data, root, size)
     keep = share(images.train_labels, fraction, seed)
     return images._replace(train=images.train[keep], train_labels=images.train_labels[keep])
 
+
 def share(labels, fraction, seed):
     """Draw a share of each class, at least one image of it → indices, ascending."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     classes = [order[labels[order] == c] for c in labels.unique()]
-    return torch.cat([some[:max(1, round(fraction * len(some)))] for some in classes]).sort().values
+    return (
+        torch.cat([some[: max(1, round(fraction * len(some)))] for some in classes]).sort().values
+    )
+
 
 polygon = lambda a, n: math.cos(math.pi / n) / (a.remainder(2 * math.pi / n) - math.pi / n).cos()
 OUTLINES = {  # class: distance from the centre to the outline in direction a, at most about 1
@@ -576,6 +967,7 @@ OUTLINES = {  # class: distance from the centre to the outline in direction a, a
 }
 CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
 
+
 def shapes(n=8000, classes=10, seed=0, size=32):
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
 
@@ -590,60 +982,99 @@ def shapes(n=8000, classes=10, seed=0, size=32):
         k = len(some)
         radius, turn = 0.45 + 0.35 * rand(k, 1, 1), 2 * math.pi * rand(k, 1, 1)
         x, y = axis - 0.6 * (rand(k, 1, 1) - 0.5), axis[:, None] - 0.6 * (rand(k, 1, 1) - 0.5)
-        angle = (torch.atan2(y, x) + turn + math.pi).remainder(2 * math.pi) - math.pi   # (k, size, size)
+        angle = (torch.atan2(y, x) + turn + math.pi).remainder(
+            2 * math.pi
+        ) - math.pi  # (k, size, size)
         edge = torch.empty(k, size, size)
         for c, outline in enumerate(list(OUTLINES.values())[:classes]):
             edge[labels[some] == c] = outline(angle[labels[some] == c])
         inside = torch.sigmoid((edge * radius - (x * x + y * y).sqrt()) * size / 2)[:, None]
         first = torch.randint(len(CRAYONS), (k,), generator=generator)
-        second = (first + torch.randint(1, len(CRAYONS), (k,), generator=generator)) % len(CRAYONS)  # another
-        ink, paper = (CRAYONS[c][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second))
-        clean = (0.9 + 0.2 * rand(k, 1, 1, 1)) * (paper + (ink - paper) * inside)       # (k, 3, size, size)
+        second = (first + torch.randint(1, len(CRAYONS), (k,), generator=generator)) % len(
+            CRAYONS
+        )  # another
+        ink, paper = (
+            CRAYONS[c][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5) for c in (first, second)
+        )
+        clean = (0.9 + 0.2 * rand(k, 1, 1, 1)) * (
+            paper + (ink - paper) * inside
+        )  # (k, 3, size, size)
         noisy = clean + 0.05 * torch.randn(k, 3, size, size, generator=generator)
         images[some] = (noisy.clamp(0, 1) * 255).to(torch.uint8)
     return images, labels
 
+
 TORCHVISION = {  # name: class in torchvision.datasets, arguments of the training set, of the test set
     "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
     "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
-    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # label −1 of the unlabelled
+    "stl10": (
+        "STL10",
+        {"split": "train+unlabeled"},
+        {"split": "test"},
+    ),  # label −1 of the unlabelled
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
+
 
 def from_torchvision(name, root, size):
     """Read one of torchvision's sets from the folder root, or download it → Images."""
     kind, *parts = TORCHVISION[name]
     try:
         found = [getattr(datasets, kind)(root, download=True, **part) for part in parts]
-    except Exception as error:  # no network, a full disk, a broken archive: exceptions of many types
-        raise RuntimeError(f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
-                           f"of {kind} there, or name a folder of images") from error
+    except (
+        Exception
+    ) as error:  # no network, a full disk, a broken archive: exceptions of many types
+        raise RuntimeError(
+            f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
+            f"of {kind} there, or name a folder of images"
+        ) from error
     sets = []
     for part in found:
-        x, labels = torch.as_tensor(part.data), part.targets if hasattr(part, "targets") else part.labels
-        x = x[..., None].expand(-1, -1, -1, 3) if x.ndim == 3 else x                    # grey → colour
+        x, labels = (
+            torch.as_tensor(part.data),
+            part.targets if hasattr(part, "targets") else part.labels,
+        )
+        x = x[..., None].expand(-1, -1, -1, 3) if x.ndim == 3 else x  # grey → colour
         x = x if x.shape[1] == 3 else x.permute(0, 3, 1, 2)
         side = size or x.shape[-1]  # by the thousand, to save memory
         x = torch.cat([T.resize(some, [side, side], BICUBIC) for some in x.split(1000)])
         sets += [x, torch.as_tensor(labels).long()]
     return Images(*sets, [str(c) for c in getattr(found[0], "classes", range(10))])
 
+
 def from_folder(folder, size, fraction, seed, workers):
     """Read a folder of images as torchvision's ImageFolder does, but nothing hidden → Images."""
     sources = [folder / name for name in ("train", "test", "val") if (folder / name).is_dir()][:2]
     parts, classes, sets = [], None, []
     for source in sources if (folder / "train").is_dir() else [folder]:
-        names = sorted(path.name for path in source.iterdir() if path.is_dir() and path.name[0] != ".")
+        names = sorted(
+            path.name for path in source.iterdir() if path.is_dir() and path.name[0] != "."
+        )
         names = names if len(names) > 1 else []  # one folder is no choice of classes
-        if names and (loose := [path for path in source.iterdir() if path.suffix.lower() in SUFFIXES]):
-            warnings.warn(f"{len(loose)} images beside the folders of classes in {source} are left out")
+        if names and (
+            loose := [path for path in source.iterdir() if path.suffix.lower() in SUFFIXES]
+        ):
+            warnings.warn(
+                f"{len(loose)} images beside the folders of classes in {source} are left out"
+            )
         classes = names if classes is None else classes
-        require(names == classes, "--data", source, f"a folder of train/'s classes, {classes}, not {names}")
+        require(
+            names == classes,
+            "--data",
+            source,
+            f"a folder of train/'s classes, {classes}, not {names}",
+        )
         shown = lambda sample: "/." not in f"/{Path(sample[0]).relative_to(source).as_posix()}"
         kinds = {name: k for k, name in enumerate(names)} or {"": -1}
-        parts.append([list(filter(shown, make_dataset(source, {name: k}, SUFFIXES, allow_empty=not names)))
-                      for name, k in kinds.items()])
+        parts.append(
+            [
+                list(
+                    filter(shown, make_dataset(source, {name: k}, SUFFIXES, allow_empty=not names))
+                )
+                for name, k in kinds.items()
+            ]
+        )
     if len(parts) == 1:  # no test set: hold out every fifth image of each class
         parts.append([samples[4::5] for samples in parts[0]])
         parts[0] = [[s for k, s in enumerate(samples) if k % 5 < 4] for samples in parts[0]]
@@ -654,9 +1085,15 @@ def from_folder(folder, size, fraction, seed, workers):
         sizes = (image.shape[-1] for image in map(try_image, paths) if torch.is_tensor(image))
         size = size or next(sizes, 32)  # that of the first image
         images, whole = decode(paths, size, workers)
-        require(len(whole) >= 2, "--data", folder, "one with 2 readable images to train on and 2 to test")
+        require(
+            len(whole) >= 2,
+            "--data",
+            folder,
+            "one with 2 readable images to train on and 2 to test",
+        )
         sets += [images, labels[whole]]
     return Images(*sets, classes)
+
 
 def read_image(path, size):
     """Read the middle of an image, (3, size, size); size 0: its own if square and ≤ 96, else 32, 64 or 96."""
@@ -674,6 +1111,7 @@ def read_image(path, size):
         size = s if max(picture.size) <= min(96, s + 1) else 32 if s < 64 else 64 if s < 96 else 96
     return T.pil_to_tensor(T.center_crop(T.resize(picture, size, BICUBIC), size))
 
+
 def try_image(path, size=0):
     """Read an image, or return the error as text."""
     try:
@@ -681,12 +1119,18 @@ def try_image(path, size=0):
     except Exception as error:  # broken files raise exceptions of many types
         return str(error)
 
+
 def decode(paths, size, workers):
     """Decode files → images uint8 (n, 3, size, size), the places of those; a warning names broken ones."""
     images, whole, broken = torch.empty(len(paths), 3, size, size, dtype=torch.uint8), [], []
     workers = workers if workers is not None else os.cpu_count() if len(paths) > 5000 else 0
-    files = torch.utils.data.DataLoader(paths, None, num_workers=workers, generator=torch.Generator(),
-                                        collate_fn=functools.partial(try_image, size=size))
+    files = torch.utils.data.DataLoader(
+        paths,
+        None,
+        num_workers=workers,
+        generator=torch.Generator(),
+        collate_fn=functools.partial(try_image, size=size),
+    )
     for k, image in enumerate(tqdm(files, "reading", unit=" files", leave=False, delay=2)):
         if torch.is_tensor(image):
             images[len(whole)] = image
@@ -694,11 +1138,19 @@ def decode(paths, size, workers):
         else:
             broken.append(f"{paths[k]} ({image})")
     if broken:
-        warnings.warn(f"{len(broken)} of {len(paths)} files cannot be read, such as {', '.join(broken[:5])}")
-    return images[:len(whole)], whole
+        warnings.warn(
+            f"{len(broken)} of {len(paths)} files cannot be read, such as {', '.join(broken[:5])}"
+        )
+    return images[: len(whole)], whole
+
 
 # ---- Evaluation and report ---------------------------------------------------------------------------------
-COLUMNS = {"linear": "linear %", "knn": "kNN %", "uniformity": "uniformity", "tolerance": "tolerance"}
+COLUMNS = {
+    "linear": "linear %",
+    "knn": "kNN %",
+    "uniformity": "uniformity",
+    "tolerance": "tolerance",
+}
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 PAGE = string.Template("""<!doctype html><html lang="en"><meta charset="utf-8"><title>$title</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -712,11 +1164,13 @@ $pictures<h2>The command that repeats this run</h2><pre>$command</pre>
 <h2>Options</h2><div><table>$options</table></div></html>
 """)
 
+
 def at_most(images, n):
     """Take about n training and n test images, an equal share of each class."""
     x, labels, y, others, classes = images
     some, rest = (share(part.cpu(), min(1, n / len(part)), 0) for part in (labels, others))
     return Images(x[some], labels[some], y[rest], others[rest], classes)
+
 
 def evaluate(encoder, images, figures=tuple(COLUMNS)):
     """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
@@ -725,53 +1179,94 @@ def evaluate(encoder, images, figures=tuple(COLUMNS)):
     some = labelled.cpu()[share(images.train_labels[labelled].cpu(), fraction, 0)]
     pool = torch.nn.AdaptiveAvgPool2d(min(32, images.test.shape[-1]))
     pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
-    (train, _), (test, z) = (hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
-                             for x in (images.train[some], images.test))
+    (train, _), (test, z) = (
+        hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
+        for x in (images.train[some], images.test)
+    )
     sets = train, images.train_labels[some], test, images.test_labels
-    known = {"uniformity": lambda: hardneg.uniformity(z), "tolerance": lambda: hardneg.tolerance(z, sets[3]),
-             "linear": lambda: hardneg.linear_readout(*sets), "knn": lambda: hardneg.knn_accuracy(*sets)}
+    known = {
+        "uniformity": lambda: hardneg.uniformity(z),
+        "tolerance": lambda: hardneg.tolerance(z, sets[3]),
+        "linear": lambda: hardneg.linear_readout(*sets),
+        "knn": lambda: hardneg.knn_accuracy(*sets),
+    }
     possible = figures if images.classes else ("uniformity",)
     return {name: round(float(known[name]()), 4) if name in possible else None for name in figures}
+
 
 def cells(rows):
     """Write {name: figures of each run} as lists of strings, the heading first, without empty columns."""
     shown = [k for k in COLUMNS if next(iter(rows.values()))[0].get(k) is not None]
-    lines = [[name, *(spread([run[k] for run in runs], 1 if "%" in COLUMNS[k] else 2) if k in runs[0] else ""
-                      for k in shown)] for name, runs in rows.items()]
+    lines = [
+        [
+            name,
+            *(
+                spread([run[k] for run in runs], 1 if "%" in COLUMNS[k] else 2)
+                if k in runs[0]
+                else ""
+                for k in shown
+            ),
+        ]
+        for name, runs in rows.items()
+    ]
     return [["", *(COLUMNS[k] for k in shown)], *lines]
+
 
 def save_results(path, rows, facts):
     """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
-    print("", *(f"{name:18}" + "".join(f"{x:>12}" for x in line) for name, *line in cells(rows)), sep="\n")
+    print(
+        "",
+        *(f"{name:18}" + "".join(f"{x:>12}" for x in line) for name, *line in cells(rows)),
+        sep="\n",
+    )
     raw, untrained, trained = (runs[0] for runs in rows.values())
-    versions = {"python": sys.version.split()[0]} | {m.__name__: m.__version__ for m in (torch, torchvision)}
+    versions = {"python": sys.version.split()[0]} | {
+        m.__name__: m.__version__ for m in (torch, torchvision)
+    }
     if trained["linear"] and trained["linear"] <= max(untrained["linear"], raw["linear"]):
         print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
     results = {**facts, **trained, "untrained": untrained, "raw": raw, "versions": versions}
     write(path, json.dumps(results, indent=2, default=str) + "\n")
     print(f"saved in {path}")
 
+
 def write_page(args, rows, facts):
     """Write report.html: the table, the pictures with their captions, the command and the options."""
     text = lambda x: html.escape(str(x))
-    table = lambda lines: "".join(f"<tr>{''.join(f'<td>{text(cell)}' for cell in line)}" for line in lines)
+    table = lambda lines: "".join(
+        f"<tr>{''.join(f'<td>{text(cell)}' for cell in line)}" for line in lines
+    )
     pictures = ""
     for path in (args.out / name for name in PICTURES):
         if path.exists():
             with Image.open(path) as image:
                 title, caption = image.text["Title"], image.text["Description"]
             data = base64.b64encode(path.read_bytes()).decode()
-            pictures += (f'<h2>{text(title)}</h2><p>{text(caption)}</p>'
-                         f'<img alt="{text(title)}" src="data:image/png;base64,{data}">\n')
-    summary = f"{args.method}, {facts['epochs']} epochs in {facts['seconds']:.0f} s, seed {args.seed}"
-    write(args.out / "report.html", PAGE.substitute(
-        title=text(f"{args.loss} on {Path(args.data).name}"), summary=text(summary), table=table(cells(rows)),
-        pictures=pictures, command=text(args.command), options=table(facts["options"].items())))
+            pictures += (
+                f"<h2>{text(title)}</h2><p>{text(caption)}</p>"
+                f'<img alt="{text(title)}" src="data:image/png;base64,{data}">\n'
+            )
+    summary = (
+        f"{args.method}, {facts['epochs']} epochs in {facts['seconds']:.0f} s, seed {args.seed}"
+    )
+    write(
+        args.out / "report.html",
+        PAGE.substitute(
+            title=text(f"{args.loss} on {Path(args.data).name}"),
+            summary=text(summary),
+            table=table(cells(rows)),
+            pictures=pictures,
+            command=text(args.command),
+            options=table(facts["options"].items()),
+        ),
+    )
     print(f"pictures and options in {args.out / 'report.html'}")
+
 
 # ---- Pictures ----------------------------------------------------------------------------------------------
 plt.switch_backend("Agg")  # needs no screen
 plt.style.use("tableau-colorblind10")
+
 
 def save(figure, path, title, caption):
     """Save a figure with its title and caption, which are text in the PNG file, for the report."""
@@ -779,38 +1274,66 @@ def save(figure, path, title, caption):
     write(path, lambda file: figure.savefig(file, format="png", dpi=120, metadata=text))
     plt.close(figure)
 
+
 def draw(path, title, caption, panels, **look):
     """Draw panels of lines side by side, {title: {name: (x, y)}}."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(6, 3.2), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(6, 3.2), squeeze=False, layout="constrained"
+    )
     for axis, (name, content) in zip(axes[0], panels.items()):
         for label, (x, y) in content.items():
-            axis.plot(np.asarray(x), np.asarray(y), ".-", label=label, ms=12 * (len(x) < 20), linewidth=1)
+            axis.plot(
+                np.asarray(x), np.asarray(y), ".-", label=label, ms=12 * (len(x) < 20), linewidth=1
+            )
         axis.set(title=name, **look)
         axis.legend(fontsize="small")
     save(figure, path, title, caption)
+
 
 def draw_curves(path, history):
     """Draw the figures of each epoch; up to epoch 0, the networks of a game train alone."""
     panels = {"losses": {}, "cosines and shares": {}, "kNN %": {}}
     for name in (*FIGURES, "knn"):
         if points := [(h["epoch"], h[name]) for h in history if name in h]:
-            panel = "losses" if "loss" in name else "kNN %" if name == "knn" else "cosines and shares"
+            panel = (
+                "losses" if "loss" in name else "kNN %" if name == "knn" else "cosines and shares"
+            )
             panels[panel][name] = tuple(zip(*points))
     losses = panels["losses"]["loss"][1]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
-    caption = ("Cosines of views of one image (positive) and of others (negative) part during training. "
-               "ess: effective share of negatives; clamped: share of anchors at the floor of debiasing.")
-    draw(path, title, caption, {name: lines for name, lines in panels.items() if lines}, xlabel="epoch")
+    caption = (
+        "Cosines of views of one image (positive) and of others (negative) part during training. "
+        "ess: effective share of negatives; clamped: share of anchors at the floor of debiasing."
+    )
+    draw(
+        path,
+        title,
+        caption,
+        {name: lines for name, lines in panels.items() if lines},
+        xlabel="epoch",
+    )
+
 
 def draw_comparison(path, found):
     """Draw the linear accuracy of each row, with a point for each seed."""
-    best, values = next(iter(found)), {name: [r["linear"] for r in found[name]] for name in reversed(found)}
+    best, values = (
+        next(iter(found)),
+        {name: [r["linear"] for r in found[name]] for name in reversed(found)},
+    )
     figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(values)), layout="constrained")
     axis.barh(list(values), list(map(mean, values.values())), alpha=0.6)
     axis.plot(*zip(*((x, name) for name, some in values.items() for x in some)), "k.", ms=5)
     axis.axvline(mean(r["untrained"]["linear"] for r in found[best]), color="k", ls=":")
-    axis.set(xlabel="linear readout, % of test images", title=f"{best} reaches {spread(values[best])} %")
-    save(figure, path, "Comparison", "Bars are means, points seeds, the dotted line the untrained encoder.")
+    axis.set(
+        xlabel="linear readout, % of test images", title=f"{best} reaches {spread(values[best])} %"
+    )
+    save(
+        figure,
+        path,
+        "Comparison",
+        "Bars are means, points seeds, the dotted line the untrained encoder.",
+    )
+
 
 def draw_pairs(args, training, n=42):
     """Draw images of the same latents by the generator and its slow copy, at the end of a game."""
@@ -822,12 +1345,21 @@ def draw_pairs(args, training, n=42):
     sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
     axis.imshow(sheet.permute(1, 2, 0).cpu().numpy())
     axis.axis("off")
-    save(figure, args.out / "pairs.png", "Generated images", "Each pair: a latent by G and by its slow copy.")
+    save(
+        figure,
+        args.out / "pairs.png",
+        "Generated images",
+        "Each pair: a latent by G and by its slow copy.",
+    )
+
 
 def draw_pictures(args, training, images):
     """Draw what the encoder has learned, from some 2000 test images."""
     _, _, test, labels, classes = at_most(images, 2000)
-    encoders = {"untrained": untrained(args.encoder, images, args.seed), "trained": training.encoder}
+    encoders = {
+        "untrained": untrained(args.encoder, images, args.seed),
+        "trained": training.encoder,
+    }
     z = {name: hardneg.embed(encoder, test)[1] for name, encoder in encoders.items()}
     draw_nearest(args, z, labels, test)
     draw_map(args.out, z["trained"][::2], labels[::2], classes)
@@ -836,27 +1368,46 @@ def draw_pictures(args, training, images):
     if args.method == "diffhard":
         draw_pairs(args, training)
 
+
 def draw_nearest(args, embeddings, labels, test, columns=7):
     """Draw images with their nearest others and their weights, before and after. Ref: [2] Fig. 2, 3"""
     chosen = [(labels == c).nonzero()[0, 0] for c in labels.unique()[:4]]
     chosen = chosen if len(chosen) > 1 else range(min(4, len(labels)))  # no classes
-    figure, axes = plt.subplots(2 * len(chosen), columns + 1, figsize=(6, 2 * len(chosen)), squeeze=False,
-                                layout="constrained")
+    figure, axes = plt.subplots(
+        2 * len(chosen),
+        columns + 1,
+        figsize=(6, 2 * len(chosen)),
+        squeeze=False,
+        layout="constrained",
+    )
     for axis in axes.flat:
         axis.axis("off")
     for turn, (name, z) in enumerate(embeddings.items()):
         logits = (z @ z.T / args.temperature).fill_diagonal_(-math.inf)
-        log_w = hardneg.weigh(args.weights, logits, **{k: getattr(args, k) for k in LOSS_OPTIONS[4:]})
+        log_w = hardneg.weigh(
+            args.weights, logits, **{k: getattr(args, k) for k in LOSS_OPTIONS[4:]}
+        )
         for row, anchor in enumerate(map(int, chosen)):
             nearest = logits[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
             for axis, k in zip(axes[2 * row + turn], (anchor, *nearest)):
                 false = k != anchor and bool(labels[k] == labels[anchor] >= 0)
                 axis.imshow(test[k].permute(1, 2, 0).cpu().numpy())
-                axis.set_title(name if k == anchor else f"{log_w[anchor, k].exp():.2g}", fontsize=8,
-                               color="C1" if false else "k")
-    caption = ("Left, an image; beside it its nearest others, the hardest negatives, with their weights."
-               + " Orange: of the image's class, so a false negative." * bool(labels.max() >= 0))
-    save(figure, args.out / "nearest.png", "The hardest negatives, before and after training", caption)
+                axis.set_title(
+                    name if k == anchor else f"{log_w[anchor, k].exp():.2g}",
+                    fontsize=8,
+                    color="C1" if false else "k",
+                )
+    caption = (
+        "Left, an image; beside it its nearest others, the hardest negatives, with their weights."
+        + " Orange: of the image's class, so a false negative." * bool(labels.max() >= 0)
+    )
+    save(
+        figure,
+        args.out / "nearest.png",
+        "The hardest negatives, before and after training",
+        caption,
+    )
+
 
 def draw_map(out, z, labels, classes, neighbours=15, steps=300):
     """Draw embeddings in the plane so that neighbours stay neighbours: t-SNE on the neighbours' graph."""
@@ -879,9 +1430,14 @@ def draw_map(out, z, labels, classes, neighbours=15, steps=300):
     axis.axis("off")
     if classes:
         axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
-    save(figure, out / "map.png", f"A map of {len(x)} test images",
-         "Each point is an image, near those that the encoder finds alike."
-         + " An island of one colour is a class that is found." * bool(classes))
+    save(
+        figure,
+        out / "map.png",
+        f"A map of {len(x)} test images",
+        "Each point is an image, near those that the encoder finds alike."
+        + " An island of one colour is a class that is found." * bool(classes),
+    )
+
 
 def draw_histograms(out, z, labels, bins=100):
     """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
@@ -894,7 +1450,16 @@ def draw_histograms(out, z, labels, bins=100):
         overlap[name] = f"{100 * torch.minimum(one, two).sum():.0f} %"
     title = f"Same and different classes overlap by {overlap['trained']} (untrained: {overlap['untrained']})"
     caption = "On the right, pairs of different classes are hard negatives, pairs of one class false ones."
-    draw(out / "histograms.png", title, caption, panels, xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
+    draw(
+        out / "histograms.png",
+        title,
+        caption,
+        panels,
+        xlabel="cosine",
+        ylabel="share",
+        xticks=(-1, 0, 1),
+    )
+
 
 if __name__ == "__main__":
     main()

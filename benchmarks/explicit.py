@@ -6,6 +6,7 @@ same topic with another detail, given with each query, teach the detail. Measure
 document is first among those of all details of its topic, and among one of each topic. The results go to
 results/explicit.json.
 """
+
 import json
 import sys
 from pathlib import Path
@@ -21,15 +22,21 @@ from hardneg import ContrastiveLoss, unit  # noqa: E402
 
 TOPICS, DETAILS, DIM, BATCH, STEPS, SEEDS = 1000, 20, 32, 64, 500, range(5)
 ROWS = {  # name: options of the loss, explicit negatives of a query
-    "simclr": ({}, 0), "hcl": ({"loss": "hcl", "tau_plus": 0.0}, 0),
-    "hard": ({"loss": "hard", "alpha": 0.1}, 0), "ot": ({"loss": "ot", "epsilon": 0.3}, 0),
-    "simclr, 1 given": ({}, 1), "simclr, 4 given": ({}, 4),
+    "simclr": ({}, 0),
+    "hcl": ({"loss": "hcl", "tau_plus": 0.0}, 0),
+    "hard": ({"loss": "hard", "alpha": 0.1}, 0),
+    "ot": ({"loss": "ot", "epsilon": 0.3}, 0),
+    "simclr, 1 given": ({}, 1),
+    "simclr, 4 given": ({}, 4),
     "hcl, 4 given": ({"loss": "hcl", "tau_plus": 0.0}, 4),
-    "hard, 4 given": ({"loss": "hard", "alpha": 0.1}, 4), "ot, 4 given": ({"loss": "ot", "epsilon": 0.3}, 4)}
+    "hard, 4 given": ({"loss": "hard", "alpha": 0.1}, 4),
+    "ot, 4 given": ({"loss": "ot", "epsilon": 0.3}, 4),
+}
 
 
 class World:
     """Draw queries and documents about facts: a topic and a detail of a tenth of its length."""
+
     def __init__(self, generator):
         randn = lambda *shape: torch.randn(*shape, generator=generator)
         self.topics, self.details = 3 * randn(TOPICS, DIM), 0.3 * randn(DETAILS, DIM)
@@ -50,16 +57,19 @@ def learn(options, k, seed):
     """Train two encoders → the accuracy within a topic, and among topics, in percent."""
     torch.manual_seed(seed)
     world = World(torch.Generator().manual_seed(seed))
-    sides = nn.ModuleList(nn.Sequential(nn.Linear(2 * DIM, 256), nn.ReLU(), nn.Linear(256, 64))
-                          for _ in range(2))
+    sides = nn.ModuleList(
+        nn.Sequential(nn.Linear(2 * DIM, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(2)
+    )
     criterion, own = ContrastiveLoss(**{"temperature": 0.1, **options}), torch.arange(BATCH)
     optimizer = torch.optim.Adam(sides.parameters(), 1e-3)
     for _ in range(STEPS):
         topic, detail = world.draw(BATCH)
         x, y = (encoder(world.view(topic, detail, side)) for side, encoder in enumerate(sides))
-        shift = 1 + torch.rand(BATCH, DETAILS - 1, generator=world.generator).argsort(1)[:, :k]     # (B, k)
+        shift = (
+            1 + torch.rand(BATCH, DETAILS - 1, generator=world.generator).argsort(1)[:, :k]
+        )  # (B, k)
         other = (detail[:, None] + shift) % DETAILS
-        n = sides[1](world.view(topic[:, None].expand(-1, k), other, 1)).flatten(0, 1)           # (B k, 64)
+        n = sides[1](world.view(topic[:, None].expand(-1, k), other, 1)).flatten(0, 1)  # (B k, 64)
         loss = criterion(x, y, negatives=torch.cat([y, n]), own=own)
         optimizer.zero_grad()
         loss.backward()
@@ -83,8 +93,12 @@ def table(found):
 
 
 if __name__ == "__main__":
-    found = {name: [learn(options, k, seed) for seed in SEEDS]
-             for name, (options, k) in tqdm(ROWS.items())}
+    found = {
+        name: [learn(options, k, seed) for seed in SEEDS]
+        for name, (options, k) in tqdm(ROWS.items())
+    }
     (HERE / "results" / "explicit.json").write_text(json.dumps(found) + "\n")
     print(table(found))
-    print(train.verdict({name: [{"linear": v[0]} for v in values] for name, values in found.items()}))
+    print(
+        train.verdict({name: [{"linear": v[0]} for v in values] for name, values in found.items()})
+    )

@@ -4,6 +4,7 @@
 the loss in its cosine, over that in the positive's. [4] Wang, Liu: Understanding the Behaviour of Contrastive
 Loss. CVPR 2021, Fig. 3
 """
+
 import math
 import sys
 from pathlib import Path
@@ -15,38 +16,62 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import hardneg  # noqa: E402
 
-LOSSES = {"simclr": {}, "hcl": {"beta": 0.5, "tau_plus": 0.01}, "ot": {"epsilon": 0.3},
-          "hard": {"alpha": 0.3}, "simple": {}}
+LOSSES = {
+    "simclr": {},
+    "hcl": {"beta": 0.5, "tau_plus": 0.01},
+    "ot": {"epsilon": 0.3},
+    "hard": {"alpha": 0.3},
+    "simple": {},
+}
 TEMPERATURES = 0.1, 0.3, 1.0
+
 
 def forces(loss, t, n=500, positive=0.7, **options):
     """Return the cosines of n negatives, ascending, and the forces on them, below 0 where they are pulled."""
     angles = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n
-    circle = lambda shift: torch.stack([(angles + shift).cos(), (angles + shift).sin()], 1)    # (n, 2)
+    circle = lambda shift: torch.stack(
+        [(angles + shift).cos(), (angles + shift).sin()], 1
+    )  # (n, 2)
     anchors = circle(0.0)  # a batch, as ot needs one, in which all anchors have the same cosines
-    positives, negatives = (circle(x).requires_grad_() for x in (math.acos(positive), 0.5 * math.pi / n))
-    losses = hardneg.contrastive_loss(anchors, positives, loss=loss, temperature=t, negatives=negatives,
-                                      normalize=False, reduction="none", **options)
+    positives, negatives = (
+        circle(x).requires_grad_() for x in (math.acos(positive), 0.5 * math.pi / n)
+    )
+    losses = hardneg.contrastive_loss(
+        anchors,
+        positives,
+        loss=loss,
+        temperature=t,
+        negatives=negatives,
+        normalize=False,
+        reduction="none",
+        **options,
+    )
     pull, push = torch.autograd.grad(losses[0], (positives, negatives))
     cosines, order = (negatives @ anchors[0]).detach().sort()
     return cosines, (push @ anchors[0] / (pull[0] @ anchors[0]).abs())[order]
 
+
 def main():
     """Print the share of the push that the nearest tenth gets, and draw a panel for each temperature."""
-    figure, axes = plt.subplots(1, len(TEMPERATURES), figsize=(10, 3.4), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, len(TEMPERATURES), figsize=(10, 3.4), layout="constrained", sharey=True
+    )
     print(f"| loss | {' | '.join(f't = {t}' for t in TEMPERATURES)} |\n|---|---|---|---|")
     for loss, options in LOSSES.items():
         shares = []
         for axis, t in zip(axes, TEMPERATURES):
             cosines, force = forces(loss, t, **options)
             push = force.clamp_min(0)
-            shares.append(f"{100 * float(push[-len(push) // 10:].sum() / push.sum()):.0f}")
+            shares.append(f"{100 * float(push[-len(push) // 10 :].sum() / push.sum()):.0f}")
             axis.plot(cosines, force, label=loss)
-            axis.set(title=f"t = {t}", yscale="log", ylim=(1e-6, 1), xlabel="cosine of the negative")
+            axis.set(
+                title=f"t = {t}", yscale="log", ylim=(1e-6, 1), xlabel="cosine of the negative"
+            )
         print(f"| {loss} | {' | '.join(shares)} |")
     axes[0].set_ylabel("force, over that on the positive")
     axes[0].legend()
     figure.savefig(HERE / "results" / "forces.png", dpi=110)
+
 
 if __name__ == "__main__":
     main()

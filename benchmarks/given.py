@@ -3,6 +3,7 @@
 The unit of the ratios is the dense formula: normalise, `torch.einsum`, `F.cross_entropy`. Every round times
 all rows in turn, forward and backward to views and negatives; a ratio is the median over rounds.
 """
+
 import argparse
 import statistics
 import sys
@@ -26,14 +27,21 @@ def dense(x, y, given, t):
 def main():
     """Time all rows in turn, and print a table of medians and ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("--samples", 1024), ("--negatives", 8), ("--dim", 128), ("--rounds", 31)):
+    for name, default in (
+        ("--samples", 1024),
+        ("--negatives", 8),
+        ("--dim", 128),
+        ("--rounds", 31),
+    ):
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     generator = torch.Generator().manual_seed(0)
     b, k, d = options.samples, options.negatives, options.dim
-    x, y, given = (torch.randn(*shape, generator=generator).to(options.device).requires_grad_()
-                   for shape in ((b, d), (b, d), (b, k, d)))
+    x, y, given = (
+        torch.randn(*shape, generator=generator).to(options.device).requires_grad_()
+        for shape in ((b, d), (b, d), (b, k, d))
+    )
     learned = torch.tensor(0.5, device=options.device, requires_grad=True)
     rows = {"dense": lambda t: dense(x, y, given, t)}
     for loss in ("simclr", "hcl", "hard", "triplet"):
@@ -48,8 +56,10 @@ def main():
             if options.device == "cuda":
                 torch.cuda.synchronize()
             times[name, kind].append(time.perf_counter() - begin)
-    print(f"B = {b}, K = {k}, D = {d}, {options.device}, {torch.get_num_threads()} threads, "
-          f"torch {torch.__version__}, {options.rounds} rounds; ms, × the dense formula; t fixed | learned")
+    print(
+        f"B = {b}, K = {k}, D = {d}, {options.device}, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, {options.rounds} rounds; ms, × the dense formula; t fixed | learned"
+    )
     for name in rows:
         cells = []
         for kind in ("fixed", "learned"):

@@ -6,6 +6,7 @@ is that of logistic regression on the embeddings of graphs, in ten folds. FOLDER
 IMDBBINARY.txt and IMDBMULTI.txt. The results go to results/graphs.json.
 [2] Jiang, Ishwar, Aeron: Hard Negative Sampling via Regularized Optimal Transport
 """
+
 import argparse
 import json
 import statistics
@@ -22,10 +23,17 @@ import hardneg  # noqa: E402
 import train  # noqa: E402
 
 SETS = {  # name: figures of [2], Table V, for InfoGraph, HCL and the coupling at four ε
-    "MUTAG": (86.8, 87.2, 87.2, 88.2, 87.5, 87.6), "PTC": (55.3, 57.3, 56.8, 56.1, 55.8, 55.4),
-    "IMDBBINARY": (72.2, 72.8, 73.0, 72.7, 72.1, 72.5), "IMDBMULTI": (49.6, 49.6, 49.8, 49.8, 50.0, 50.0)}
-ROWS = {"untrained": None, "simclr": {}, "hcl": {"loss": "hcl", "beta": 0.5, "tau_plus": 0.1},
-        **{f"ot, ε = {epsilon}": {"loss": "ot", "epsilon": epsilon} for epsilon in (0.05, 0.1, 0.5, 1)}}
+    "MUTAG": (86.8, 87.2, 87.2, 88.2, 87.5, 87.6),
+    "PTC": (55.3, 57.3, 56.8, 56.1, 55.8, 55.4),
+    "IMDBBINARY": (72.2, 72.8, 73.0, 72.7, 72.1, 72.5),
+    "IMDBMULTI": (49.6, 49.6, 49.8, 49.8, 50.0, 50.0),
+}
+ROWS = {
+    "untrained": None,
+    "simclr": {},
+    "hcl": {"loss": "hcl", "beta": 0.5, "tau_plus": 0.1},
+    **{f"ot, ε = {epsilon}": {"loss": "ot", "epsilon": epsilon} for epsilon in (0.05, 0.1, 0.5, 1)},
+}
 
 
 def read(path):
@@ -39,10 +47,14 @@ def read(path):
         n, label = map(int, next(lines).split()[:2])
         nodes = [list(map(int, next(lines).split())) for _ in range(n)]
         edges = [(i, j) for i, (_, k, *others) in enumerate(nodes) for j in others[:k]]
-        graphs.append(([node[0] for node in nodes], torch.tensor(edges, dtype=torch.long).reshape(-1, 2).T))
+        graphs.append(
+            ([node[0] for node in nodes], torch.tensor(edges, dtype=torch.long).reshape(-1, 2).T)
+        )
         classes.append(label)
     if len({tag for tags, _ in graphs for tag in tags}) == 1:
-        graphs = [(edges[0].bincount(minlength=len(tags)).tolist(), edges) for tags, edges in graphs]
+        graphs = [
+            (edges[0].bincount(minlength=len(tags)).tolist(), edges) for tags, edges in graphs
+        ]
     kinds = {kind: k for k, kind in enumerate(sorted({tag for tags, _ in graphs for tag in tags}))}
     one_hot = torch.eye(len(kinds))
     graphs = [(one_hot[[kinds[tag] for tag in tags]], edges) for tags, edges in graphs]
@@ -54,26 +66,44 @@ def batch(graphs):
     sizes = torch.tensor([len(x) for x, _ in graphs])
     shifts = sizes.cumsum(0) - sizes
     edges = torch.cat([edges + shift for (_, edges), shift in zip(graphs, shifts)], 1)
-    return torch.cat([x for x, _ in graphs]), edges, torch.arange(len(graphs)).repeat_interleave(sizes)
+    return (
+        torch.cat([x for x, _ in graphs]),
+        edges,
+        torch.arange(len(graphs)).repeat_interleave(sizes),
+    )
 
 
 class GIN(nn.Module):
     """Embed nodes by the sums over their neighbours, and graphs by the sums over their nodes."""
+
     def __init__(self, features, dim=32, layers=3):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(features if k == 0 else dim, dim), nn.ReLU(), nn.Linear(dim, dim),
-                          nn.ReLU(), nn.BatchNorm1d(dim)) for k in range(layers))
-        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(layers * dim, layers * dim), nn.ReLU(),
-                                                 nn.Linear(layers * dim, layers * dim)) for _ in range(2))
+            nn.Sequential(
+                nn.Linear(features if k == 0 else dim, dim),
+                nn.ReLU(),
+                nn.Linear(dim, dim),
+                nn.ReLU(),
+                nn.BatchNorm1d(dim),
+            )
+            for k in range(layers)
+        )
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(layers * dim, layers * dim),
+                nn.ReLU(),
+                nn.Linear(layers * dim, layers * dim),
+            )
+            for _ in range(2)
+        )
 
     def forward(self, x, edges, owner):
         """Return embeddings of graphs (g, layers · dim), and for the loss those of nodes and of graphs."""
         outputs = []
         for layer in self.layers:
-            x = layer(x.index_add(0, edges[1], x[edges[0]]))                            # (n, dim)
+            x = layer(x.index_add(0, edges[1], x[edges[0]]))  # (n, dim)
             outputs.append(x)
-        nodes = torch.cat(outputs, 1)                                                   # (n, layers · dim)
+        nodes = torch.cat(outputs, 1)  # (n, layers · dim)
         graphs = nodes.new_zeros(int(owner.max()) + 1, nodes.shape[1]).index_add(0, owner, nodes)
         return graphs, self.heads[0](nodes), self.heads[1](graphs)
 
@@ -84,7 +114,9 @@ def accuracy(z, classes, seed, folds=10):
     found = []
     for test in order.tensor_split(folds):
         rest = order[~torch.isin(order, test)]
-        found.append(hardneg.linear_readout(z[rest], classes[rest], z[test], classes[test], l2=1e-2))
+        found.append(
+            hardneg.linear_readout(z[rest], classes[rest], z[test], classes[test], l2=1e-2)
+        )
     return statistics.mean(found)
 
 
@@ -112,8 +144,10 @@ def table(found):
     """Write the Markdown table: accuracy, mean ± standard deviation over seeds; in brackets that of [2]."""
     lines = [f"| | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
     for k, row in enumerate(ROWS):
-        cells = [train.spread(found[name][row]) + f" ({figures[k - 1]})" * (k > 0)
-                 for name, figures in SETS.items()]
+        cells = [
+            train.spread(found[name][row]) + f" ({figures[k - 1]})" * (k > 0)
+            for name, figures in SETS.items()
+        ]
         lines.append(f"| {row} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ ratio of two measurements in one round.
 
 On a GPU: --device cuda --encoder resnet18; --compile compiles the encoder. The results go to loop.json.
 """
+
 import argparse
 import json
 import os
@@ -36,9 +37,15 @@ sys.path.insert(0, str(HERE.parent))
 import hardneg  # noqa: E402
 import train  # noqa: E402
 
-BY_TORCHVISION = T.Compose([
-    T.RandomResizedCrop(32, scale=(0.2, 1.0)), T.RandomHorizontalFlip(),
-    T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8), T.RandomGrayscale(0.2), T.ToTensor()])
+BY_TORCHVISION = T.Compose(
+    [
+        T.RandomResizedCrop(32, scale=(0.2, 1.0)),
+        T.RandomHorizontalFlip(),
+        T.RandomApply([T.ColorJitter(0.4, 0.4, 0.4, 0.1)], 0.8),
+        T.RandomGrayscale(0.2),
+        T.ToTensor(),
+    ]
+)
 WORKERS = os.cpu_count() or 1
 
 
@@ -88,7 +95,7 @@ def encoder_alone(images, options):
     """Return a function that does the encoder's part of a training step."""
     training = training_of(images, options)
     encoder = training.encoder.train()
-    views = torch.cat([hardneg.view(images[:options.batch_size])] * 2)
+    views = torch.cat([hardneg.view(images[: options.batch_size])] * 2)
     views = views.contiguous(memory_format=torch.channels_last)
     gradient = torch.randn(len(views), encoder.dim, device=options.device)
 
@@ -97,22 +104,33 @@ def encoder_alone(images, options):
         with torch.autocast(options.device, torch.bfloat16, enabled=training.bfloat16):
             z = encoder(views)[1]
         z.backward(gradient.to(z.dtype))
+
     return step
 
 
 def loader(paths, options):
     """Return a function that waits for one batch of `per image`."""
+
     def batches():
         while True:
-            yield from torch.utils.data.DataLoader(PerImage(paths), options.batch_size, shuffle=True,
-                                                   drop_last=True, num_workers=WORKERS)
+            yield from torch.utils.data.DataLoader(
+                PerImage(paths),
+                options.batch_size,
+                shuffle=True,
+                drop_last=True,
+                num_workers=WORKERS,
+            )
+
     steps = batches()
     return lambda: next(steps)
 
 
 def write_folder(images, path, n):
     """Write n images to train on and 200 to test as JPEG files of 64 pixels, so that reading resizes them."""
-    parts = ("train", images.train[:n], images.train_labels), ("test", images.test[:200], images.test_labels)
+    parts = (
+        ("train", images.train[:n], images.train_labels),
+        ("test", images.test[:200], images.test_labels),
+    )
     for name, part, labels in parts:
         for k, (x, label) in enumerate(zip(resize(part, [64, 64]).cpu(), labels.tolist())):
             target = path / name / str(label) / f"{k}.jpg"
@@ -126,7 +144,7 @@ def measure(options, path):
     images = train.Images(*(x.to(options.device) for x in images), classes)
     write_folder(images, path, options.files)
     files = sorted(map(str, (path / "train").rglob("*.jpg")))
-    batch = images.train[:options.batch_size]
+    batch = images.train[: options.batch_size]
     pictures = [to_pil_image(x.cpu()) for x in batch]
     steps = {
         "encoder alone": encoder_alone(images.train, options),
@@ -169,9 +187,16 @@ def main():
         rates, of = measure(options, Path(path))
     on_gpu = options.device == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
-    results = {"date": str(date.today()), "device": device, "encoder": options.encoder,
-               "batch_size": options.batch_size, "compile": options.compile, "of": of, "rates": rates,
-               "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__}}
+    results = {
+        "date": str(date.today()),
+        "device": device,
+        "encoder": options.encoder,
+        "batch_size": options.batch_size,
+        "compile": options.compile,
+        "of": of,
+        "rates": rates,
+        "versions": {"torch": torch.__version__, "torchvision": torchvision.__version__},
+    }
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(heading(results))
     print(table(results))
@@ -191,7 +216,9 @@ def table(results):
     for name, found in results["rates"].items():
         share, other = "", results["of"].get(name)
         if other is not None:
-            share = f"{statistics.median(map(truediv, found, results['rates'][other])):.2f} × {other}"
+            share = (
+                f"{statistics.median(map(truediv, found, results['rates'][other])):.2f} × {other}"
+            )
         lines.append(f"| {name} | {statistics.median(found):.0f} | {share} |")
     return "\n".join(lines)
 

@@ -12,6 +12,7 @@ allocator).
 A row ends where a pass would take more than 20 s or, for a peer, more than --gigabytes, as estimated from the
 size before. The results go to losses.json and losses.png.
 """
+
 import argparse
 import importlib.metadata
 import importlib.util
@@ -66,7 +67,11 @@ def add_old(path):
     spec = importlib.util.spec_from_file_location("old_hardneg", path)
     module = sys.modules["old_hardneg"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    old = {f"old {loss}": (loss, row_of(module, loss)) for loss in hardneg.PRESETS if loss in module.PRESETS}
+    old = {
+        f"old {loss}": (loss, row_of(module, loss))
+        for loss in hardneg.PRESETS
+        if loss in module.PRESETS
+    }
     PEERS.update(old)
     ROWS.update({name: function for name, (_, function) in old.items()})
 
@@ -82,7 +87,12 @@ def dense_pairs(x, y):
     """Return unit rows, their cosines, the mask of different samples, and e^{s⁺} of each anchor."""
     z = F.normalize(torch.cat([x, y]))
     sample = torch.arange(len(x), device=x.device).repeat(2)
-    return z, z @ z.T, sample[:, None] != sample, torch.exp((z * z.roll(len(x), 0)).sum(-1) / TEMPERATURE)
+    return (
+        z,
+        z @ z.T,
+        sample[:, None] != sample,
+        torch.exp((z * z.roll(len(x), 0)).sum(-1) / TEMPERATURE),
+    )
 
 
 def dense_hcl(x, y):
@@ -92,19 +102,24 @@ def dense_hcl(x, y):
     neg = torch.exp(cosines / TEMPERATURE).masked_select(different).view(-1, n)
     importance = torch.exp(BETA * neg.log())
     weighted = (importance * neg).sum(-1) / importance.mean(-1)
-    corrected = ((weighted - TAU_PLUS * n * pos) / (1 - TAU_PLUS)).clamp(min=n * math.exp(-1 / TEMPERATURE))
+    corrected = ((weighted - TAU_PLUS * n * pos) / (1 - TAU_PLUS)).clamp(
+        min=n * math.exp(-1 / TEMPERATURE)
+    )
     return -torch.log(pos / (pos + corrected)).mean()
 
 
 def dense_ot(x, y):
     """[2] with a cost by differences of rows (64 at a time: all are A·N·D numbers), and POT's Sinkhorn."""
     import ot
+
     z, cosines, different, pos = dense_pairs(x, y)
     with torch.no_grad():
         cost = torch.cat([(rows[:, None] - z).pow(2).sum(-1) for rows in z.split(64)]) / 2
         cost = cost.masked_fill(~different, 1e6).double().cpu().numpy()
         share = [1 / len(z)] * len(z)
-        plan = torch.as_tensor(ot.sinkhorn(share, share, cost, EPSILON, stopThr=1e-5), device=z.device)
+        plan = torch.as_tensor(
+            ot.sinkhorn(share, share, cost, EPSILON, stopThr=1e-5), device=z.device
+        )
         weights = (len(z) - 2) * (plan / plan.sum(1, keepdim=True)).to(z.dtype)
     neg = (weights * torch.exp(cosines / TEMPERATURE)).sum(-1)
     return -torch.log(pos / (pos + neg)).mean()
@@ -112,16 +127,21 @@ def dense_ot(x, y):
 
 def metric_learning(x, y):
     from pytorch_metric_learning.losses import NTXentLoss
-    return NTXentLoss(TEMPERATURE)(torch.cat([x, y]), torch.arange(len(x), device=x.device).repeat(2))
+
+    return NTXentLoss(TEMPERATURE)(
+        torch.cat([x, y]), torch.arange(len(x), device=x.device).repeat(2)
+    )
 
 
 def lightly(x, y):
     from lightly.loss import NTXentLoss
+
     return NTXentLoss(TEMPERATURE)(x, y)
 
 
 def info_nce(x, y):
     from info_nce import InfoNCE
+
     return InfoNCE(TEMPERATURE)(x, y)
 
 
@@ -131,18 +151,26 @@ PEERS = {  # name: the loss that it computes, function
     "cost by rows, POT": ("ot", dense_ot),
     "pytorch-metric-learning": ("simclr", metric_learning),
     "lightly": ("simclr", lightly),
-    "info-nce-pytorch": ("simclr", info_nce),  # one view against the other alone, a quarter of the pairs
+    "info-nce-pytorch": (
+        "simclr",
+        info_nce,
+    ),  # one view against the other alone, a quarter of the pairs
 }
 PACKAGES = {"cost by rows, POT": "POT", **{name: name for name in list(PEERS)[3:]}}
-ROWS = {"three products": products, **{loss: row_of(hardneg, loss) for loss in hardneg.PRESETS},
-        **{name: function for name, (_, function) in PEERS.items()}}
+ROWS = {
+    "three products": products,
+    **{loss: row_of(hardneg, loss) for loss in hardneg.PRESETS},
+    **{name: function for name, (_, function) in PEERS.items()},
+}
 
 
 # ---- Measurements ----------------------------------------------------------------------------------------
 def inputs(size, options):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(size // 2, options.dim, generator=generator).to(options.device).requires_grad_()
-            for _ in range(2)]
+    return [
+        torch.randn(size // 2, options.dim, generator=generator).to(options.device).requires_grad_()
+        for _ in range(2)
+    ]
 
 
 def once(name, x, y):
@@ -170,7 +198,11 @@ def peak(name, size, options):
         return (torch.cuda.max_memory_allocated() - before) / 2**20
 
     def resident(key):
-        line, = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        (line,) = (
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(key)
+        )
         return int(line.split()[1]) / 1024
 
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
@@ -182,8 +214,19 @@ def peak(name, size, options):
 def peak_apart(name, size, options):
     """Run `peak` in a process of its own; None, and a message, if that fails."""
     old = ["--old", str(options.old)] if options.old else []
-    command = [sys.executable, __file__, "--one", name, "--sizes", str(size), "--dim", str(options.dim),
-               "--device", options.device, *old]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        name,
+        "--sizes",
+        str(size),
+        "--dim",
+        str(options.dim),
+        "--device",
+        options.device,
+        *old,
+    ]
     out = subprocess.run(command, capture_output=True, text=True)
     if out.returncode:
         tqdm.write(f"{name} at 2B = {size}: {out.stderr.strip().splitlines()[-1]}", file=sys.stderr)
@@ -203,20 +246,33 @@ def measure(options):
     rows, last = [], {}
     names = [name for name in ROWS if name not in PACKAGES or version(PACKAGES[name])]
     for size in options.sizes:
-        names = [name for name in names if name not in last or affordable(name, last[name], size, options)]
-        memory = {name: peak_apart(name, size, options)
-                  for name in tqdm(names, f"memory, 2B = {size}", leave=False)}
+        names = [
+            name
+            for name in names
+            if name not in last or affordable(name, last[name], size, options)
+        ]
+        memory = {
+            name: peak_apart(name, size, options)
+            for name in tqdm(names, f"memory, 2B = {size}", leave=False)
+        }
         names = [name for name in names if memory[name] is not None]
         x, y = inputs(size, options)
         times = {name: [] for name in names}
         repeats = {name: max(1, min(20, round(0.1 / once(name, x, y)))) for name in names}
         for _ in tqdm(range(options.rounds), f"time, 2B = {size}", leave=False):
             for name in names:
-                times[name].append(statistics.median(once(name, x, y) for _ in range(repeats[name])))
+                times[name].append(
+                    statistics.median(once(name, x, y) for _ in range(repeats[name]))
+                )
         for name in names:
             rounds = [float(f"{t:.4g}") for t in times[name]]
-            last[name] = {"case": name, "size": size, "seconds": statistics.median(times[name]),
-                          "rounds": rounds, "memory": round(memory[name], 1)}
+            last[name] = {
+                "case": name,
+                "size": size,
+                "seconds": statistics.median(times[name]),
+                "rounds": rounds,
+                "memory": round(memory[name], 1),
+            }
             rows.append(last[name])
         buffers.cache_clear()
     return rows
@@ -249,15 +305,25 @@ def table(results):
         cells = dict.fromkeys(sizes, "")
         for row in (row for row in rows if row["case"] == name):
             times = ratio(rows, row["size"], name, "three products")
-            cells[row["size"]] = (f"{1000 * row['seconds']:.4g} ms" + (f", {times:.2f} ×" if times else "")
-                                  + f", {row['memory']:.0f} MiB")
+            cells[row["size"]] = (
+                f"{1000 * row['seconds']:.4g} ms"
+                + (f", {times:.2f} ×" if times else "")
+                + f", {row['memory']:.0f} MiB"
+            )
         lines.append(f"| {name} | {' | '.join(cells.values())} |")
-    lines += ["", f"| peer, times as slow | loss differs by | {header}", "|---" * (len(sizes) + 2) + "|"]
+    lines += [
+        "",
+        f"| peer, times as slow | loss differs by | {header}",
+        "|---" * (len(sizes) + 2) + "|",
+    ]
     for name in (name for name in measured if name in differences):
         same = PEERS[name][0] if name in PEERS else name.removeprefix("old ")
         cells = [ratio(rows, size, name, same) for size in sizes]
-        lines.append(f"| {name} / {same} | {differences[name]:.0e} | "
-                     + " | ".join(f"{cell:.3g}" if cell else "" for cell in cells) + " |")
+        lines.append(
+            f"| {name} / {same} | {differences[name]:.0e} | "
+            + " | ".join(f"{cell:.3g}" if cell else "" for cell in cells)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -265,25 +331,45 @@ def heading(results):
     """Say what was measured, and on what."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     rounds = len(results["rows"][0]["rounds"])
-    return f"{results['date']}, {results['device']}, D = {results['dim']}, {rounds} rounds, {versions}"
+    return (
+        f"{results['date']}, {results['device']}, D = {results['dim']}, {rounds} rounds, {versions}"
+    )
 
 
 def draw(results, path):
     """Draw time and memory over the batch, peers dashed."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    shown = ["three products", "simclr", "hcl", "ot", "hard", *(name for name in PEERS if name[:4] != "old ")]
+    shown = [
+        "three products",
+        "simclr",
+        "hcl",
+        "ot",
+        "hard",
+        *(name for name in PEERS if name[:4] != "old "),
+    ]
     for k, name in enumerate(shown):
         rows = [row for row in results["rows"] if row["case"] == name]
         sizes = [row["size"] for row in rows]
-        style = dict(color="black" if k == 0 else plt.cm.tab10(k - 1), marker="o", ms=3, label=name,
-                     ls=":" if k == 0 else "--" if name in PEERS else "-")
+        style = dict(
+            color="black" if k == 0 else plt.cm.tab10(k - 1),
+            marker="o",
+            ms=3,
+            label=name,
+            ls=":" if k == 0 else "--" if name in PEERS else "-",
+        )
         if rows:
             axes[0].plot(sizes, [1000 * row["seconds"] for row in rows], **style)
         if rows and k > 0:
             axes[1].plot(sizes, [row["memory"] for row in rows], **style)
     for axis, label in zip(axes, ("ms, forward and backward", "MiB above the inputs")):
-        axis.set(xscale="log", yscale="log", xlabel="2B", ylabel=label, xticks=results["sizes"],
-                 xticklabels=results["sizes"])
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="2B",
+            ylabel=label,
+            xticks=results["sizes"],
+            xticklabels=results["sizes"],
+        )
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=7)
@@ -293,12 +379,16 @@ def draw(results, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2**k for k in range(8, 15)], metavar="2B")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[2**k for k in range(8, 15)], metavar="2B"
+    )
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gigabytes", type=float, default=12, help="most memory of a peer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--old", type=Path, metavar="FILE", help="another hardneg.py, for the same rounds")
+    parser.add_argument(
+        "--old", type=Path, metavar="FILE", help="another hardneg.py, for the same rounds"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "losses.json")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -311,13 +401,27 @@ def main():
     print("left out, as not installed:", ", ".join(missing) or "nothing", file=sys.stderr)
     rows = measure(options)
     x, y = inputs(options.sizes[0], options)
-    differences = {name: float((ROWS[name](x, y) - ROWS[same](x, y)).detach().abs())
-                   for name, (same, _) in PEERS.items() if any(row["case"] == name for row in rows)}
-    device = torch.cuda.get_device_name() if options.device == "cuda" else \
-        f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-    results = {"date": str(date.today()), "device": device, "dim": options.dim, "sizes": options.sizes,
-               "rows": rows, "differences": differences,
-               "versions": {name: version(name) for name in ("torch", *PACKAGES.values()) if version(name)}}
+    differences = {
+        name: float((ROWS[name](x, y) - ROWS[same](x, y)).detach().abs())
+        for name, (same, _) in PEERS.items()
+        if any(row["case"] == name for row in rows)
+    }
+    device = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    )
+    results = {
+        "date": str(date.today()),
+        "device": device,
+        "dim": options.dim,
+        "sizes": options.sizes,
+        "rows": rows,
+        "differences": differences,
+        "versions": {
+            name: version(name) for name in ("torch", *PACKAGES.values()) if version(name)
+        },
+    }
     options.out.write_text(json.dumps(results) + "\n")
     draw(results, options.out.with_suffix(".png"))
     print(heading(results))
