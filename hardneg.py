@@ -1,12 +1,15 @@
-"""Hard-negative contrastive learning in one file.
+"""Hard-negative contrastive learning in one file, to be copied into projects.
 
-An encoder learns without labels: it pulls two views of a sample together and pushes other samples, the
-negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every method here
-answers the same three questions, and the file asks them in order:
+Version 1.0.0. Copyright 2026 the hardneg authors. MIT licence.
 
-    1. Who could be a negative?         candidates: other samples of the batch, a memory bank, given ones
-    2. How much does each one count?    weights:    log w_ij = log(q(x_j|x_i) / p(x_j)): drawn from p, for q
-    3. What is done with them?          objective:  nce (with debiasing), simple, triplet, ppcl, decoupled
+An encoder learns without labels: it pulls two views of a sample together and pushes other samples,
+the negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every
+method here answers the same three questions, and the file asks them in this order:
+
+    1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given ones
+    2. How much does each one count?  weights: candidates are drawn from p; the weight makes them
+                                      count as if they were drawn from the harder q: w ∝ q/p
+    3. What is done with them?        objective: nce (and its debiasing), simple, triplet, ppcl, …
 
     from hardneg import ContrastiveLoss
     criterion = ContrastiveLoss("hcl", beta=1.0)
@@ -14,345 +17,364 @@ answers the same three questions, and the file asks them in order:
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
-    A           anchors: V·B, every view of every sample; with `negatives` B, the first view of each
+    A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     M           positives of an anchor: V − 1, the other views of its sample
-    N           columns: V·B in a batch, or the rows of `negatives`; formulas count the unmasked ones alone
+    N           columns: V·B in a batch, or the rows of `negatives`
+    N_i         candidates of anchor i: the columns that are not masked; formulas write N for it
+    a           anchors in a block, where a large batch is worked in blocks
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
-    t           temperature, divides cosines                 t in [1, 2], τ in [3, 4]
+    t           temperature, divides cosines                 t in [1], τ in [3, 4]
     s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t; −∞ where j is no negative of i
     p_im        logit of anchor i and its m-th positive
-    log w_ij    log importance weight; −∞ where s_ij is −∞
-    tau_plus    τ⁺, the probability that a candidate has the anchor's class                   [1]
-    beta        β, the concentration of tilted weights; multiplies s = cos/t                  [1]
-    alpha       α, the share of nearest candidates that `top` keeps                           [4]
-    epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ  [2]
-    margin      η of the triplet loss, in the unit of a squared distance                      [2]
-In shape comments, a is the number of anchors in a block. A name that ends in _ works in place.
+    log w_ij    log importance weight; −∞ where the candidate does not count
+    tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
+    beta        β, the concentration of tilted weights; multiplies s = cos/t                 [1]
+    alpha       α, the share of nearest candidates that `top` keeps                          [4]
+    epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
+    margin      η of the triplet loss, in the unit of a squared distance                     [2]
+A name that ends in _ works in place. Sums of e^s stay in the log domain: e^{(1+β)/t} overflows
+float32 at β = 1, t = 0.02.
 
-Sections: 1 Weights, 2 Objectives, 3 The loss, 4 Blocks and ranks, 5 Views, 6 Encoders, 7 Generators,
-8 Readouts, 9 Training. Sums of e^s stay in the log domain: e^{(1+β)/t} overflows float32 at β = 1, t = 0.02.
+Sections: 1 Weights, 2 Objectives, 3 The loss, 4 Finding, 5 Numerics and checks, 6 Large batches and
+ranks. They are the loss. 7 Views, 8 Encoders, 9 Generators, 10 Readouts, 11 Training use it.
 
 References
-    [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. arXiv:2010.04592
-    [2] Jiang, Ishwar, Aeron. Hard Negative Sampling via Regularized Optimal Transport. arXiv:2111.03169
-    [3] Wu, Wang, Zeng, Shi, Hu. Synthetic Data Can Also Teach. arXiv:2202.06464; equations of its first form
-    [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. arXiv:2012.09740
-    [5] Wang, Isola. Alignment and Uniformity. arXiv:2005.10242    [6] Chen et al. SimCLR. arXiv:2002.05709
-    [7] Wu et al. Instance Discrimination. arXiv:1805.01978        [8] He et al. MoCo. arXiv:1911.05722
-    [9] Brock et al. BigGAN. arXiv:1809.11096                     [10] Ho et al. CLAE. arXiv:2010.12050
-   [11] Gao et al. GradCache. arXiv:2101.06983                   [12] Yeh et al. DCL. arXiv:2110.06848
+    [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
+    [2] Jiang, Ishwar, Aeron. Hard Negative Sampling via Regularized Optimal Transport. 2111.03169
+    [3] Wu, Wang, Zeng, Shi, Hu. Synthetic Data Can Also Teach. 2202.06464; numbers as in version 1
+    [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. 2012.09740
+    [5] Wang, Isola. Alignment and Uniformity. 2005.10242    [6] Chen et al. SimCLR. 2002.05709
+    [7] Wu et al. Instance Discrimination. 1805.01978        [8] He et al. MoCo. 1911.05722
+    [9] Brock et al. BigGAN. 1809.11096                     [10] Ho et al. CLAE. 2010.12050
+   [11] Gao et al. GradCache. 2101.06983                    [12] Yeh et al. DCL. 2110.06848
 """
 
+from __future__ import annotations
+
 import copy
+import dataclasses
+import functools
 import math
 import numbers
 import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
+__version__ = "1.0.0"
+__all__ = [
+    "ContrastiveLoss",
+    "contrastive_loss",
+    "gather",
+    "Encoder",
+    "MemoryBank",
+    "Game",
+    "SimCLR",
+    "Bank",
+    "Queue",
+    "CLAE",
+    "DiffHard",
+    "Training",
+    "in_micro_batches",
+]
+
 INF = math.inf
 
 
-def _require(valid, name, got, allowed):
-    if not valid:
-        raise ValueError(f"{name} is {got}; it must be {allowed}")
+# ---- 1. Weights: how much does each candidate count? -------------------------------------------
+# A rule of weights maps logits (A, N) to log weights (A, N), up to a constant of the anchor, and −∞
+# to −∞. `mean_one` chooses that constant. A rule sees some rows at a time, and only autograd
+# differentiates it: what stands here is what trains, at every batch size.
 
 
-def _readable(x):  # whether Python may read its values: not on the meta device, nor while compiling
-    return not (x.is_meta or hasattr(x, "fake_mode") or torch.compiler.is_compiling())
-
-
-# ---- 1. Weights: how much does each candidate count? logits (A, N) → log weights (A, N), −∞ where these are.
-# The weights of an anchor have mean 1 over its candidates; those of `top`, over the candidates it keeps.
-
-
-class _Unit(
-    torch.autograd.Function
-):  # z and ‖x‖, with the gradient (g − z (z·g)) / ‖x‖ in few passes
-    @staticmethod
-    def forward(x):
-        scale = torch.linalg.vector_norm(x, INF, -1, keepdim=True)
-        z = x / scale.masked_fill_(
-            scale < torch.finfo(x.dtype).tiny, 1
-        )  # its squares stay in range
-        norm = z.norm(dim=-1, keepdim=True)  # at least 1, or 0 for a zero row
-        return z.div_(norm.masked_fill_(norm == 0, 1)), norm * scale
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*output)  # outputs: so z has second derivatives
-
-    @staticmethod
-    def backward(ctx, grad, by_norm):
-        z, norm = ctx.saved_tensors
-        return torch.addcmul(grad, z, by_norm * norm - (grad * z).sum(-1, keepdim=True)).div_(norm)
-
-
-def unit(x):
-    """Project rows (..., D) to the unit sphere, z = x / ‖x‖. A zero row and its gradient pass unchanged."""
-    return _Unit.apply(x)[0]
-
-
-def _upcast(x):  # to float32 at least: half-precision sums are too inaccurate
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _logsumexp(x, dim=-1):
-    """Compute log Σ_j e^{x_j}; a fully masked row gives the lowest finite number, and gradient 0, not NaN."""
-    x = x.clamp_min(torch.finfo(x.dtype).min)
-    return x.squeeze(dim) if x.shape[dim] == 1 else torch.logsumexp(_upcast(x), dim).to(x.dtype)
-
-
-def _logsumexp_(x, dim, largest=None):
-    """Compute `_logsumexp` without a gradient; x becomes the shares e^{x_j} / Σ_k e^{x_k}.
-    softmax is one fused pass, so the sum is read off its largest share. largest: amax(x), if it is known."""
-    x.clamp_min_(torch.finfo(x.dtype).min)
-    largest = x.amax(dim) if largest is None else largest
-    return largest - torch.softmax(x, dim, out=x).amax(dim).log()
-
-
-def _log_count(x):
-    """Compute the log of the number of entries above −∞ in every row, (A, 1); −∞ for none."""
-    return (
-        (x > -INF)
-        .sum(-1, keepdim=True)
-        .to(torch.promote_types(x.dtype, torch.float32))
-        .log()
-        .to(x.dtype)
-    )
-
-
-def uniform(logits):
+def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
-    return torch.zeros_like(logits).masked_fill(logits == -INF, -INF)
+    # x − max(x, lowest) is 0 or −∞: a boolean mask would take twice the time
+    logits = logits.detach()
+    lowest = max(_MASKED, torch.finfo(logits.dtype).min)
+    return logits - logits.clamp_min(lowest)
 
 
-def tilted(logits, beta=1.0):
-    """Count candidates by their similarity: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), beta ≥ 0.
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    negligible = beta < torch.finfo(logits.dtype).tiny  # β = 0: avoid 0 · (−∞) = NaN
-    return uniform(logits) if negligible else _mean_one(beta * logits)
+def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
+    """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
+    With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
+    Limits: β = 0 is `uniform`, β → ∞ `hardest`.
+    Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
+    if beta < torch.finfo(logits.dtype).tiny:  # β = 0, and 0 · (−∞) would be NaN
+        return uniform(logits)
+    return beta * logits
 
 
-def _mean_one(scores):
-    """Normalise weights e^{scores} to mean 1: log N + log_softmax(scores), N counts the scores above −∞."""
-    # numerics: subtract the row maximum first, so that large scores keep their precision
-    scores = scores - scores.detach().amax(-1, keepdim=True).clamp_min(
-        torch.finfo(scores.dtype).min
-    )
-    return scores + _log_count(scores) - _logsumexp(scores)[..., None]
+def hardest(logits: Tensor) -> Tensor:
+    """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, −∞ elsewhere.
+    With `mean_one` it has the weight N; ties share it. It is the limit β → ∞ of `tilted`.
+    Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    nearest = logits.amax(-1, keepdim=True)
+    return uniform(logits).masked_fill(logits < nearest, -INF)
 
 
-def hardest(logits):
-    """Count the nearest candidate alone: w_ij = N where s_ij = max_k s_ik, 0 elsewhere; ties share N.
-    The limit β → ∞ of `tilted`. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
-    nearest = ~(logits < logits.amax(-1, keepdim=True)) & (
-        logits != -INF
-    )  # written so that NaN stays
-    share = _log_count(logits) - _log_count(logits.masked_fill(~nearest, -INF))
-    return torch.where(nearest, share, -INF)
-
-
-def top(logits, alpha=0.1):
-    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below. Ref: [4] Eq. 8, 9
-    alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own candidates, at
-    least the first; ties with it stay. For the k nearest, take alpha = k / N. Dropped weight is not
-    redistributed: the mean is α. Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1."""
+def top(logits: Tensor, alpha: float = 0.1) -> Tensor:
+    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
+    alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
+    candidates, at least the first; ties with it stay. For the k nearest, take alpha = k / N. The
+    weight of those that are dropped is not redistributed: w is 0 or 1, and its mean ⌈αN⌉ / N.
+    Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
     return uniform(logits).masked_fill(logits < _threshold(logits.detach(), alpha), -INF)
 
 
-def _threshold(x, alpha):
-    """Return the ⌈αN⌉-th largest entry of every row, (A, 1); N counts its entries above −∞."""
-    # α in billionths: in floating point 0.07 · 100 exceeds 7, and its ceiling would be 8
-    kept = (
-        ((x > -INF).sum(-1, keepdim=True) * -int(alpha * 10**9))
-        .floor_divide(10**9)
-        .neg()
-        .clamp_min(1)
-    )
-    return x.topk(int(kept.max()) if _readable(x) else x.shape[-1]).values.gather(-1, kept - 1)
+def transported(
+    logits: Tensor,
+    epsilon: float = 0.3,
+    cost: str = "sqeuclidean",
+    kappa: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    potential: Tensor | None = None,
+) -> Tensor:
+    """Count candidates by their entropic coupling with the anchors: w_ij ∝ e^{−C_ij/ε + g_j}.
+    logits (A, N) are of unit rows; epsilon is in the unit of the cost; temperature is that of the
+    logits, as costs are of cosines. potential: the g (N,) of `sinkhorn`, which runs if it is None.
+    With `mean_one`, w_ij = N P*(j | i).
+    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and all columns have equally
+    many entries, as in a batch; in a bank with positives they have not. "sqeuclidean" at g = 0 is
+    `tilted` at β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
+    log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
+    if potential is None:
+        potential = sinkhorn(log_kernel)[1]
+    return log_kernel + potential
 
 
-def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
-    """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ)"""
-    return 1 - cosines if cost == "sqeuclidean" else torch.exp(2 - 2 * cosines - kappa)
+def _log_kernel(logits, epsilon, cost, kappa, temperature):
+    """Compute −C/ε, −∞ where the logits are."""
+    # −∞ becomes the cosine −20, as 0 · ∞ would be NaN in gradients, and comes back with `uniform`
+    cosines = temperature * logits.clamp_min(-20 / temperature)
+    log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
+    # clamp: a very high cost must stay above what counts as masked
+    return log_kernel.clamp_min(_MASKED / 10) + uniform(logits)
 
 
-def _log_kernel(cosines, epsilon, cost, kappa):  # −C/ε, clamped: a high cost is no mask
-    return (ground_cost(cosines, cost, kappa) / -epsilon).clamp_min(
-        torch.finfo(cosines.dtype).min / 4
-    )
+def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
+    """Compute the cost of coupling two unit rows from their cosine.
+    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ). Ref: [2] Eq. 5, VII-C"""
+    if cost == "sqeuclidean":
+        return 1 - cosines
+    return torch.exp(2 - 2 * cosines - kappa)
 
 
 @torch.compiler.disable  # the number of steps depends on the data
-def sinkhorn(log_kernel, tolerance=None, max_steps=1000):
+def sinkhorn(
+    log_kernel: Tensor | Callable, tolerance: float | None = None, max_steps: int = 1000
+) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    log_kernel = −C/ε (A, N), −∞ where i and j must not be coupled; or a function that returns its blocks of
-    rows, for a kernel too large to store → f (A,), g (N,), error. Scales rows, f_i ← −log A −
-    logsumexp_j(log_kernel_ij + g_j), and columns in turn until error = Σ_i |Σ_j P_ij − 1/A| is at most
-    `tolerance` (None: 1e-5, in float64 1e-12), or warns after max_steps. Fully masked rows and columns carry
-    no mass. Differentiable; autograd stores A·N numbers for each step. Cost: 2·A·N per step; 2 to 20 steps at
-    ε = 0.3, more for smaller ε, about 1/error if the masks force an unmasked entry to 0.
-    Ref: [2] Eq. 5, Lemma 3"""
-    blocks = log_kernel if callable(log_kernel) else lambda: [log_kernel]
-    log_sum = _logsumexp if torch.is_grad_enabled() else _logsumexp_
-    f = g = 0.0
+    log_kernel: −C/ε (A, N), −∞ where i and j must not be coupled; or a function that returns its
+    blocks of rows, for a kernel too large to store → f (A,), g (N,), error.
+    It scales rows, f_i ← −log A − log Σ_j e^{log_kernel_ij + g_j}, and columns in turn, until
+    error = Σ_i |Σ_j P_ij − 1/A| is at most `tolerance` (None: 1e-5, in float64 1e-12), or warns
+    after max_steps. A GPU reads the error after every eighth step, and never while a graph is
+    captured: then it takes 32 steps. Fully masked rows and columns carry no mass. Differentiable;
+    autograd stores A·N numbers for each step.
+    Cost: 2·A·N per step; 3 to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about
+    1/error if the masks force an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
+    f = g = None
     for step in range(max_steps + 1):
-        row_sums = column_sums = None
-        for block in blocks():  # (a, N)
-            sums = log_sum(block + g, 1)  # (a,)
-            row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
-            sums = log_sum(block - sums[:, None], 0)  # (N,)
-            column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
-        lowest = torch.finfo(sums.dtype).min / 2  # below: fully masked, not counted
-        a, n = ((x > lowest).sum().clamp_min(1).to(x.dtype) for x in (row_sums, column_sums))
-        error = torch.expm1(f + row_sums).abs().sum() / a  # rows of P sum to e^{f + sum} / A
-        limit = (1e-12 if sums.dtype == torch.float64 else 1e-5) if tolerance is None else tolerance
-        if step > 0 and (step == max_steps or not _readable(error) or not error > limit):
-            break
-        f, g = -row_sums, (a / n).log() - column_sums
-    if _readable(error) and error > limit:
-        warnings.warn(
-            f"Sinkhorn stopped after {step} steps, above its tolerance {limit:.0e}: raise epsilon, "
-            "or check that labels leave enough candidates",
-            stacklevel=2,
+        row_sums, column_sums = _log_sums(log_kernel, g)
+        row_count = (row_sums > _MASKED).sum().clamp_min(1).to(row_sums.dtype)
+        column_count = (column_sums > _MASKED).sum().clamp_min(1).to(row_sums.dtype)
+        if step > 0:
+            error = torch.expm1(f + row_sums).abs().sum() / row_count  # rows of P sum to e^{…} / A
+            if _has_converged(error, step, max_steps, tolerance):
+                break
+        f = -row_sums
+        g = (row_count / column_count).log() - column_sums
+    return f - row_count.log(), g, error
+
+
+def _log_sums(log_kernel, g):
+    """Return the log-sums of rows (A,), then those of columns once every row sums to 1, (N,)."""
+    blocks = log_kernel() if callable(log_kernel) else [log_kernel]
+    row_sums, column_sums = [], None
+    for block in blocks:  # (a, N)
+        if g is None:
+            g = block.new_zeros(())
+        sums = log_sum(block, g).clamp_min(_MASKED)  # (a,); clamp: what is masked stays so
+        row_sums.append(sums)
+        sums = log_sum(block, -sums[:, None], dim=0)  # (N,)
+        if column_sums is not None:
+            sums = torch.logaddexp(column_sums, sums)
+        column_sums = sums
+    return torch.cat(row_sums), column_sums.clamp_min(_MASKED)
+
+
+STEPS_PER_READ = {"cpu": 1}  # the host waits for a GPU, so it reads after every eighth step
+
+
+def _has_converged(error, step, max_steps, tolerance):
+    """Decide whether Sinkhorn stops, and warn if it has to stop too early."""
+    if not _is_concrete(error):
+        return step >= min(32, max_steps)
+    if step < max_steps and step % STEPS_PER_READ.get(error.device.type, 8) > 0:
+        return False
+    if tolerance is None:
+        tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
+    last = error.item()
+    if step == max_steps and last > tolerance:
+        advice = "raise epsilon, or check that labels leave enough candidates"
+        message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}"
+        warnings.warn(f"{message}: {advice}", stacklevel=3)
+    return step == max_steps or last <= tolerance or math.isnan(last)
+
+
+def mean_one(log_w: Tensor, log_n: Tensor | float | None = None) -> Tensor:
+    """Normalise weights to mean 1 over the candidates of each anchor: log N + log_softmax(log w).
+    log_w (A, N), up to a constant of each row, −∞ where a candidate does not count. log_n: log N,
+    (A,) or a number; None: N counts the entries above −∞, which is too few for `hardest`. A row
+    needs a candidate: one of −∞ alone gives NaN."""
+    if log_n is None:
+        log_n = (log_w > -INF).sum(-1).to(log_w.dtype).log()
+    if torch.is_tensor(log_n):
+        log_n = log_n[..., None]
+    return torch.log_softmax(log_w, -1) + log_n
+
+
+def weigh(
+    logits: Tensor,
+    options: Options,
+    temperature: float | Tensor,
+    log_n: Tensor | float | None = None,
+    potential: Tensor | float | None = None,
+) -> Tensor:
+    """Answer question 2 by the options: logits (A, N) → log weights (A, N).
+    `tilted`, `hardest` and `transported` get mean 1: log_n is that of `mean_one`. `uniform` and
+    `top` are 0 or −∞. A function of one's own is taken as it is, −∞ where the logits are.
+    temperature and potential: of `transported`."""
+    if callable(options.weights):
+        return options.weights(logits).masked_fill(logits < _MASKED, -INF)
+    if options.weights == "uniform":
+        return uniform(logits)
+    if options.weights == "top":
+        return top(logits, options.alpha)
+    if options.weights == "tilted":
+        log_w = tilted(logits, options.beta)
+    elif options.weights == "hardest":
+        log_w = hardest(logits)
+    else:
+        log_w = transported(
+            logits, options.epsilon, options.cost, options.kappa, temperature, potential
         )
-    return f - a.log(), g, error
+    return mean_one(log_w, log_n)
 
 
-def transported(
-    logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=1.0, potential=None
-):
-    """Count candidates by their entropic coupling with the anchors: w_ij = N P*(j | i) ∝ e^{−C_ij/ε + g_j}.
-    logits (A, N) of unit rows; epsilon in the unit of the cost; temperature of the logits, as costs are of
-    cosines; potential g (N,) of `sinkhorn`, which runs if it is None. Limits: ε → 0 is optimal transport;
-    ε → ∞ is `uniform` if all rows and all columns have equally many entries, as in a batch (not with `own` in
-    a bank); "sqeuclidean" at g = 0 is `tilted` at β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
-    cosines = temperature * logits.masked_fill(
-        logits == -INF, 0
-    )  # else t's gradient would be 0 · ∞
-    log_kernel = _log_kernel(cosines, epsilon, cost, kappa) + uniform(logits)
-    return _mean_one(log_kernel + (sinkhorn(log_kernel)[1] if potential is None else potential))
+# ---- 2. Objectives: what is done with the weighted negatives? ----------------------------------
+# pos (A, M), neg (A, N), log w (A, N) → losses (A,). nce, ppcl and decoupled act on logits, simple
+# and triplet on cosines. Where log w is −∞, neg does not count. debiasing: options of `debiased`.
 
 
-def draw(log_w, k, replacement=False, generator=None):
-    """Draw k negatives for every anchor, candidate j with probability w_ij / Σ_l w_il.
-    log_w (A, N) → indices (A, k), distinct unless with replacement. generator: on log_w's device."""
-    shares = torch.exp(log_w - _logsumexp(log_w)[..., None])
-    enough = not _readable(shares) or bool(
-        ((shares > 0).sum(-1) >= (1 if replacement else k)).all()
-    )
-    _require(
-        k >= 1 and enough,
-        "k",
-        k,
-        "at least 1, and at most the number of candidates of weight above 0",
-    )
-    return torch.multinomial(shares, k, replacement, generator=generator)
+def debiased(
+    pos: Tensor,
+    neg: Tensor,
+    log_w: Tensor,
+    tau_plus: float = 0.0,
+    temperature: float | Tensor = 1.0,
+    log_w_pos: Tensor | None = None,
+    log_n: Tensor | float | None = None,
+) -> Tensor:
+    """Compute the log of the weighted sum of e^s over negatives, less that of false negatives.
+        log max( (Σ_j w_j e^{s_j} − N τ⁺ E⁺) / (1 − τ⁺),  N e^{−1/t} ),
+        E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     N = Σ_j w_j
 
-
-# ---- 2. Objectives: what is done with the weighted negatives? pos (A, M), neg, log w (A, N) → losses (A,).
-# nce, ppcl and decoupled act on logits, simple and triplet on cosines. Where log w is −∞, neg does not count.
-
-
-def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
-    """Compute the log of the weighted sum of e^s over negatives, minus a correction for false negatives.
-        log max( (Σ_j w_j e^{s_j} − N τ⁺ E⁺) / (1 − τ⁺),  N e^{−1/t} ),     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m
-    pos, neg are logits, log_w_pos (A, M; None: uniform), N = Σ_j w_j → (A,). The floor is the paper's, as no
-    cosine is below −1. Where it binds, neither term has a gradient; a warning says if it binds for most
-    anchors. For uniform weights the correction is the expected sum over false negatives. For β > 0 it is the
-    published one, but does not follow from q_β: there the anchor's class has the share τ⁺ Z⁺/Z_β, not τ⁺.
-    Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor. Ref: [1] Eq. 2, Fig. 5 (without N); [2] Eq. 8"""
-    total = _logsumexp(neg + log_w)
+    pos, neg are logits, log_w_pos (A, M; None: uniform) → (A,). log_n: log N, if it is known. The
+    floor is the paper's, as no cosine is below −1. Where it binds, neither term has a gradient; on
+    a CPU, a warning says if it binds for most anchors. For uniform weights the correction is the
+    expected sum over false negatives. For all others it is the published one, but does not follow
+    from q: for `tilted`, the anchor's class has the share τ⁺ Z⁺/Z_β under q_β, not τ⁺.
+    Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
+    Ref: [1] Eq. 2, Fig. 5 (without N); [2] Eq. 8"""
+    total = log_sum(neg, log_w)
     if tau_plus == 0:
         return total
-    log_n = _logsumexp(log_w)
-    log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    log_mean = (
-        _logsumexp(pos + log_w_pos) - _logsumexp(log_w_pos) if pos.shape[1] > 1 else pos[:, 0]
-    )
-    correction = log_n + math.log(tau_plus) + log_mean
-    excess = correction - total  # below 0 if the difference is positive
-    left = (
-        total + torch.log(-torch.expm1(excess.masked_fill(excess >= 0, -1))) - math.log1p(-tau_plus)
-    )
+    if log_n is None:
+        log_n = log_sum(log_w)
+    if log_w_pos is None:
+        log_mean = log_sum(pos) - math.log(pos.shape[1])
+    else:
+        log_mean = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
+    excess = log_n + math.log(tau_plus) + log_mean - total
+    nothing_left = excess >= 0  # the difference is not above 0
+    log_share = torch.log(-torch.expm1(excess.masked_fill(nothing_left, -1)))
+    rest = total + log_share - math.log1p(-tau_plus)
     floor = log_n - 1 / temperature
-    clamped = (excess >= 0) | (left < floor)
-    if _readable(clamped) and 2 * (clamped & (log_n > torch.finfo(log_n.dtype).min)).sum() > len(
-        clamped
-    ):
-        warnings.warn(
-            "debiasing: the floor binds for most anchors, whose negatives get no gradient: raise "
-            "temperature or lower tau_plus",
-            stacklevel=2,
-        )
-    return torch.where(clamped, floor, left)
+    clamped = nothing_left | (rest < floor)
+    if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
+        message = "the floor binds for most anchors, whose negatives get no gradient"
+        warnings.warn(f"debiasing: {message}: raise temperature or lower tau_plus", stacklevel=2)
+    return torch.where(clamped, floor, rest)
 
 
-def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + e^{debiased}) ).
-    pos, neg are logits; 0 for an anchor without negatives. Several positives are pooled inside the logarithm;
-    [1] Eq. 2 averages over them outside it. Limits, for one positive and uniform weights: t → 0 of t · nce is
-    half of `triplet` on `hardest` weights; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
+    pos, neg are logits; 0 for an anchor without negatives. Several positives are pooled inside the
+    logarithm; [1] Eq. 2 averages over them outside it.
+    Limits, for one positive, uniform weights and τ⁺ = 0: t → 0 of t · nce is half of `triplet` on
+    `hardest` weights; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
-    return -F.logsigmoid(
-        _logsumexp(pos) - debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos)
-    )
+    log_negatives = debiased(pos, neg, log_w, **debiasing)
+    return -F.logsigmoid(log_sum(pos) - log_negatives)
 
 
-def simple(pos, neg, log_w):
+def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    λ of [4] is 1/N here, 1/(αN) for `top`, as in the limit t → ∞ of `nce`. Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
+    λ of [4] is 1/N here, 1/(αN) for `top`, as in the limit t → ∞ of `nce`.
+    Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
     return _weighted_mean(neg, log_w) - pos.mean(-1)
 
 
-def triplet(pos, neg, log_w, margin=0.0):
+def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    pos, neg are cosines: the difference is 2 (cos_j − cos_m). Ref: [2] IV; at η = 0 on `hardest` weights
-    it is twice [4] Eq. 6"""
-    hinges = F.relu(2 * (neg[:, None] - pos[:, :, None]) + margin)  # (A, M, N)
+    pos, neg are cosines: the difference is 2 (cos_j − cos_m).
+    Ref: [2] IV; at η = 0 on `hardest` weights it is twice [4] Eq. 6"""
+    differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
+    hinges = F.relu(2 * differences + margin)
     return _weighted_mean(hinges, log_w[:, None]).mean(1)
 
 
 def _weighted_mean(x, log_w):
-    """Compute Σ_j w_j x_j / Σ_j w_j, 0 in a fully masked row."""
-    return (torch.exp(log_w - _logsumexp(log_w)[..., None]) * x.masked_fill(log_w == -INF, 0)).sum(
-        -1
-    )
+    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension, 0 without a candidate."""
+    w = torch.softmax(log_w.clamp_min(_NONE), -1)  # clamp: a row of −∞ alone would give NaN
+    return (w * x.masked_fill(log_w < _MASKED, 0)).sum(-1)
 
 
-def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
-    """Compute the partially pseudo-labelled loss: −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + e^{debiased}) ).
-    pos (−∞ for an anchor with fewer positives), neg are logits. It is `nce` + logsumexp_m p_m − mean_m p_m:
-    `nce` itself for one positive. Ref: [3] Eq. 8"""
-    mean = pos.masked_fill(pos == -INF, 0).sum(-1) / (pos > -INF).sum(-1)
-    return nce(pos, neg, log_w, tau_plus, temperature, log_w_pos) + _logsumexp(pos) - mean
+def ppcl(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
+    """Compute the partially pseudo-labelled loss, a mean over positives of log shares.
+        −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + e^{debiased}) )
+    pos (−∞ for an anchor with fewer positives), neg are logits. It is `nce` + logsumexp_m p_m −
+    mean_m p_m: `nce` itself for one positive. Ref: [3] Eq. 8"""
+    is_positive = pos > -INF
+    mean = pos.masked_fill(~is_positive, 0).sum(-1) / is_positive.sum(-1)
+    pooled = nce(pos, neg, log_w, **debiasing)
+    return pooled + log_sum(pos) - mean
 
 
-def decoupled(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
-    """Compute `nce` without positives in the denominator: debiased − log Σ_m e^{p_m}; 0 without negatives.
-    pos, neg are logits. Unlike in `nce`, an easy positive does not shrink the gradient. Ref: [12] Eq. 6"""
-    loss = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos) - _logsumexp(pos)
-    return loss.masked_fill(loss < torch.finfo(loss.dtype).min / 2, 0)  # fully masked rows
+def decoupled(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
+    """Compute `nce` without positives in the denominator: debiased − log Σ_m e^{p_m}.
+    pos, neg are logits; 0 for an anchor without negatives. Unlike in `nce`, an easy positive does
+    not shrink the gradient. Ref: [12] Eq. 6"""
+    log_negatives = debiased(pos, neg, log_w, **debiasing)
+    return (log_negatives - log_sum(pos)).masked_fill(log_negatives < _MASKED, 0)
 
 
-# ---- 3. The loss: a registry, one function, its module
+# ---- 3. The loss -------------------------------------------------------------------------------
 
-WEIGHTS = "uniform", "tilted", "hardest", "top", "transported"
-OBJECTIVES = {
-    "nce": nce,
-    "simple": simple,
-    "triplet": triplet,
-    "ppcl": ppcl,
-    "decoupled": decoupled,
-}
-PRESETS = {  # loss: (weights, objective, tau_plus)
+WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
+OBJECTIVES = ("nce", "simple", "triplet", "ppcl", "decoupled")
+ON_COSINES = ("simple", "triplet")  # the other objectives act on logits
+DEBIASED = ("nce", "ppcl", "decoupled")  # these have τ⁺
+PRESETS = {  # loss: weights, objective, tau_plus
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", 0.1),  # [1] at β = 0
     "hcl": ("tilted", "nce", 0.1),  # [1] Eq. 2
@@ -362,676 +384,827 @@ PRESETS = {  # loss: (weights, objective, tau_plus)
     "hard-simple": ("top", "simple", 0.0),  # [4] Table 1, HardSimple
     "triplet": ("hardest", "triplet", 0.0),  # [2] IV; [4] Eq. 6
     "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
+    "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
 }
 
 
-def weigh(
-    weights,
-    logits,
-    beta=1.0,
-    alpha=0.1,
-    epsilon=0.3,
-    cost="sqeuclidean",
-    kappa=0.0,
-    temperature=0.5,
-    potential=None,
-):
-    """Answer question 2 by a name of WEIGHTS or a function: logits (A, N) → log weights (A, N)."""
-    rules = {
-        "uniform": lambda: uniform(logits),
-        "tilted": lambda: tilted(logits, beta),
-        "hardest": lambda: hardest(logits),
-        "top": lambda: top(logits, alpha),
-        "transported": lambda: transported(logits, epsilon, cost, kappa, temperature, potential),
-    }
-    return (
-        weights(logits).masked_fill(logits == -INF, -INF) if callable(weights) else rules[weights]()
-    )
-
-
 def contrastive_loss(
-    *views,
-    loss="simclr",
-    weights=None,
-    objective=None,
-    temperature=0.5,
-    tau_plus=None,
-    beta=1.0,
-    alpha=0.1,
-    epsilon=0.3,
-    cost="sqeuclidean",
-    kappa=0.0,
-    margin=0.0,
-    negatives=None,
-    own=None,
-    mask=None,
-    labels=None,
-    drop_above=None,
-    normalize=True,
-    detach_weights=None,
-    reduction="mean",
-    block_size=None,
-    group=None,
-    return_stats=False,
-):
+    *views: Tensor,
+    negatives: Tensor | None = None,
+    positive_index: Tensor | None = None,
+    negative_mask: Tensor | None = None,
+    labels: Tensor | None = None,
+    group: distributed.ProcessGroup | None = None,
+    return_stats: bool = False,
+    **options,
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
     """Compute any of the losses, on two or more views of a batch.
-        s_ij = cos(z_i, z_j) / t         log w_ij = weights(s_i)_j         ℓ_i = objective(p_i, s_i, log w_i)
-    views           (B, D) each; row i of each is a view of sample i. Each view is an anchor, in the order of
-                    torch.cat(views); its sample's other views are its positives, the rest its candidates
-    loss            a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
-    weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights (a, N)
-    objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → losses (a,)
-    temperature     t > 0, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus, beta  τ⁺ in [0, 1), of nce, ppcl, decoupled, not of functions; β ≥ 0, of tilted: times cos/t
-    alpha, margin   of top: the share of nearest candidates kept, in (0, 1]; η ≥ 0 of triplet
-    epsilon, cost, kappa   of transported: ε > 0 in the unit of the cost, "sqeuclidean" or "exp", κ of "exp"
-    negatives       (K, D): the candidates are these rows instead, the anchors the first view alone; or
-                    (B, K, D), rows for each anchor. For both those of the batch and given ones, pass (K, D):
-                    negatives=torch.cat([y, given.flatten(0, 1)]), own=torch.arange(B) for the views x, y
-    own             (B,), with negatives: the row that is the sample's own, and so no candidate
-    mask            boolean (A, N), True where a candidate may be a negative: for ragged or filtered ones
-    drop_above      drop likely false negatives: cosines above the anchor's largest positive one plus this
-    labels          (B,): samples that share a label are never each other's negatives; under ppcl they are
-                    positives. With negatives: (B + K,), the last K for its rows; (B,) then has no effect
-    normalize       project rows to the unit sphere first; if False, rows must already have unit norm
-    detach_weights  no gradient through the weights; None: as the authors' code, True for transported alone
-    reduction       "mean", "sum" or "none", one value for each anchor
-    block_size      anchors in a block; it changes results by rounding alone. None: chosen; 0, and in compiled
-                    code and torch.func: all at once, by autograd: A·N numbers, but differentiable twice
-    group           a torch.distributed process group: candidates are the views of every rank; `negatives`
-                    are as passed, see `gather`. All ranks call together, with views of one shape. "mean",
-                    "sum", and gradients averaged over the ranks, are those of one process
-    return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors at the floor
-                    of debiasing; `ess`, (Σw)²/Σw² as a share of N; `positive`, `negative`, mean cosines
-    Takes any floating dtype; computes in float32 at least, with autocast off. Ignores options that weights
-    and objective do not have. Raises ValueError that names the invalid argument.
+        s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
+
+    views           (B, D) each; row i of each is a view of sample i. Each view is an anchor, in the
+                    order of torch.cat(views). The other views of its sample are its positives, the
+                    views of other samples its candidates
+    negatives       (K, D): the candidates are these rows instead, and the anchors the first view
+                    alone; or (B, K, D), rows for each anchor. For both those of the batch and given
+                    ones, pass (K, D): negatives=torch.cat([y, given.flatten(0, 1)]),
+                    positive_index=torch.arange(B) for the views x, y
+    positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
+                    candidate
+    negative_mask   boolean (A, N), True where the candidate may be a negative: for ragged or
+                    filtered ones
+    labels          (B,): samples that share a label are never each other's negatives; under ppcl
+                    they are positives. With negatives: (B + K,), the last K for its rows; (B,) then
+                    has no effect
+    group           a torch.distributed process group: the candidates are the views of every rank;
+                    `negatives` are as passed, see `gather`. All ranks call together, with views of
+                    one shape. "mean" and "sum" are those of one process; so are gradients, averaged
+                    over the ranks
+    return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors at
+                    the floor of debiasing; `ess`, (Σw)²/Σw² as a share of N; `positive` and
+                    `negative`, mean cosines
+
+    The options are the fields of `Options`, with these defaults:
+
+    loss="simclr"   a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
+    weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights
+    objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → (a,)
+    tau_plus        τ⁺ in [0, 1), of nce, ppcl and decoupled; not of a function
+    temperature=0.5  t > 0, divides cosines; a 0-d tensor that requires a gradient is learned. Its
+                    value is checked on a CPU, but neither on a GPU nor in compiled code
+    beta=1.0        β ≥ 0, of tilted; multiplies cos/t
+    alpha=0.1       of top: the share of nearest candidates kept, in (0, 1]
+    epsilon=0.3, cost="sqeuclidean", kappa=0.0   of transported: ε > 0 in the unit of the cost,
+                    "sqeuclidean" or "exp", κ of "exp"
+    margin=0.0      η ≥ 0 of triplet
+    absolute_margin, relative_margin   drop likely false negatives: a candidate stays if its cosine
+                    is at most p − absolute_margin and at most p − relative_margin · |p|, p the
+                    anchor's largest positive cosine; None: all stay
+    normalize=True  project rows to the unit sphere first; if False, they must have unit norm
+    detach_weights  no gradient through the weights; None: stop it for transported alone, as the
+                    authors' code does
+    reduction="mean"  "mean", "sum", or "none": one value for each anchor
+    block_size      anchors in a block; it changes results by rounding alone. None: an ordinary
+                    batch (2^18 pairs on a CPU, 2^24 on a GPU) at once, a larger one in blocks, in
+                    memory that grows like A + N, and not to be differentiated twice. 0: at once
+
+    Takes any floating dtype; computes in float32 at least, with autocast off. Ignores options that
+    weights and objective do not have. Raises ValueError that names the invalid argument, on a CPU
+    also for embeddings that are not finite.
     Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
-    weights, objective, tau_plus, detach_weights = _resolve(
-        loss,
-        weights,
-        objective,
-        temperature,
-        tau_plus,
-        beta,
-        alpha,
-        epsilon,
-        cost,
-        kappa,
-        margin,
-        drop_above,
-        detach_weights,
-        reduction,
-        block_size,
-    )
-    _check_shapes(views, negatives, own, mask, labels, group, weights)
+    options = _settle("contrastive_loss", options)
+    _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
-        pairs = _Pairs(
-            views, negatives, own, mask, labels, drop_above, normalize, objective == "ppcl", group
+        pairs = _pair(views, negatives, positive_index, negative_mask, labels, group, options)
+        potential = None
+        if options.weights == "transported":  # the coupling is of all anchors: before the blocks
+            potential = _potential(pairs, group, options)
+        value = _evaluate(pairs, options, potential)
+        if group is not None and options.reduction != "none":
+            value = _as_one_process(value, options.reduction, group)
+        if _may_read(value):
+            _check_finite(value, views, negatives)
+        if return_stats:
+            return value, _statistics(pairs, options, potential, group)
+        return value
+
+
+class _Pairs(NamedTuple):
+    """Hold the anchors, and who could be a negative of each."""
+
+    anchors: Tensor  # (A, D), divided by t where the objective acts on logits
+    candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
+    pos: Tensor  # (A, M), products of anchors and positives
+    own: Tensor  # (A, any number), columns that show the anchor's own sample
+    mask: Tensor | None  # (A, N), True where a candidate may be a negative
+    labels: Tensor | None  # (A,)
+    candidate_labels: Tensor | None  # (N,)
+    t: float | Tensor
+
+    def of(self, rows: slice) -> _Pairs:
+        """Take some anchors."""
+        candidates = self.candidates if self.candidates.ndim == 2 else self.candidates[rows]
+        return self._replace(
+            anchors=self.anchors[rows],
+            candidates=candidates,
+            pos=self.pos[rows],
+            own=self.own[rows],
+            mask=None if self.mask is None else self.mask[rows],
+            labels=None if self.labels is None else self.labels[rows],
         )
-        if torch.is_tensor(temperature):  # as the embeddings: 16 bits are too few for its gradient
-            temperature = temperature.to(pairs.anchors)
-        g, through_weights = None, torch.is_grad_enabled() and not detach_weights
-        if weights == "transported":  # the coupling is of all anchors: it comes before the blocks
-            with torch.set_grad_enabled(through_weights):
-                g = _potential(pairs, group, epsilon, cost, kappa)  # (N,)
 
-        def weights_of(logits, t, g):
-            with torch.set_grad_enabled(through_weights):
-                return weigh(
-                    weights, logits, beta, alpha, epsilon, cost, kappa, temperature=t, potential=g
-                )
-
-        def losses_of(rows, pos_cosines, cosines, t, g):  # of some anchors: (a, M), (a, N)
-            # 1. Who could be a negative?
-            excluded = pairs.exclude_(
-                torch.zeros_like(cosines), rows, pos_cosines, cosines
-            )  # (a, N), 0 or −∞
-            # 2. How much does each one count?
-            log_w = weights_of(cosines / t + excluded, t, g)  # (a, N)
-            # 3. What is done with them?
-            return conclude(
-                *pairs.with_labelled(pos_cosines, cosines, rows), cosines, log_w, t
-            )  # (a,)
-
-        def conclude(pos_cosines, pos_mask, cosines, log_w, t):
-            if objective == "simple":
-                return simple(pos_cosines, cosines, log_w)
-            if objective == "triplet":
-                return triplet(pos_cosines, cosines, log_w, margin)
-            pos, neg, log_w_pos = pos_cosines / t + pos_mask, cosines / t, None  # log_w masks neg
-            if callable(objective):
-                return objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
-            if tau_plus > 0 and pos.shape[1] > 1:
-                log_w_pos = weights_of(pos, t, 0.0)  # weigh the positives by the same rule
-            return OBJECTIVES[objective](pos, neg, log_w, tau_plus, t, log_w_pos)
-
-        shortcut, debiases = None, objective in ("nce", "ppcl", "decoupled")
-        if debiases and not pairs.labelled:
-            shortcut = _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, g)
-        size = _block_size(pairs, shortcut) if block_size is None else block_size
-        free = callable(weights) or callable(objective)
-        value = _evaluate(
-            losses_of, conclude, shortcut, pairs, temperature, g, size, reduction, free
-        )
-        if group is not None and reduction != "none":  # ranks will average gradients
-            total, ranks = value.detach().clone(), distributed.get_world_size(group)
-            distributed.all_reduce(total, group=group)
-            value, total = (value, total / ranks) if reduction == "mean" else (ranks * value, total)
-            value = value + (total - value).detach()
-        stats = return_stats and _statistics(
-            pairs, weights_of, temperature, g, tau_plus * debiases, group
-        )
-        if _readable(value) and not value.isfinite().all():
-            _check_finite(views, negatives)
-        return (value, stats) if return_stats else value
+    def products(self, out: Tensor | None = None) -> Tensor:
+        """Multiply anchors (a, D) with their candidates (N, D) or (a, N, D) → (a, N)."""
+        if self.candidates.ndim == 2:
+            return torch.mm(self.anchors, self.candidates.T, out=out)
+        return torch.einsum("ad,and->an", self.anchors, self.candidates)
 
 
-class _Pairs:
-    """Identify anchors (A, D), positives (A, M, D) and candidates (N, D) or (A, N, D). Columns `own` (A, any
-    number) hold the anchor's own sample. Candidates of its label are excluded, or positives if `labelled`."""
+class _Answers(NamedTuple):
+    """Hold what the three questions give, for some anchors."""
 
-    def __init__(
-        self, views, negatives, own, mask, labels, drop_above, normalize, supervised, group
-    ):
-        b, v, device = len(views[0]), len(views), views[0].device
-        dtype = torch.float32
-        for x in views if negatives is None else (*views, negatives):
-            dtype = torch.promote_types(dtype, x.dtype)
-        project = unit if normalize else torch.Tensor.contiguous
-        z = project(torch.cat([x.to(dtype) for x in views]))  # (V·B, D)
-        own, mask, labels = (
-            None if x is None else torch.as_tensor(x, device=device) for x in (own, mask, labels)
-        )
-        self.mask, self.drop_above = mask, drop_above
-        self.label = self.other_label = None  # (A,) and (N,)
-        if negatives is None:
-            self.anchors, self.candidates = z, gather(z, group)
-            self.positives = torch.stack([z.roll(-k * b, 0) for k in range(1, v)], 1)
-            first = 0 if group is None else distributed.get_rank(group) * len(z)
-            self.own = (
-                (first + torch.arange(v * b, device=device)).view(v, b).T.repeat(v, 1)
-            )  # (A, V)
-            if labels is not None:
-                self.label, self.other_label = labels.repeat(v), gather(labels.repeat(v), group)
-        else:
-            self.anchors, self.candidates = z[:b], project(negatives.to(dtype))
-            self.positives = z[b:].view(v - 1, b, -1).transpose(0, 1)
-            self.own = z.new_empty(b, 0, dtype=torch.long) if own is None else own[:, None].long()
-            if labels is not None and len(labels) > b:
-                self.label, self.other_label = labels[:b], labels[b:]
-        self.labelled = supervised and self.label is not None
+    losses: Tensor  # (a,)
+    pos: Tensor  # (a, M), logits, or cosines of simple and triplet; −∞ where there is no positive
+    neg: Tensor  # (a, N), the same; −∞ where the candidate is no negative
+    log_n: float | Tensor  # (a,)
+    log_w: Tensor  # (a, N)
+    log_w_pos: Tensor | None  # (a, M)
 
-    def exclude_(self, x, rows, pos_cosines, cosines):
-        """Write −∞ into x (a, N) where the candidate is no negative of the anchor. x may be the cosines."""
-        if self.drop_above is not None:
-            pos_cosines, pos_mask = self.with_labelled(pos_cosines, cosines, rows)
-            x.masked_fill_(
-                cosines > (pos_cosines + pos_mask).amax(1, keepdim=True) + self.drop_above, -INF
-            )
-        if self.mask is not None:
-            x.masked_fill_(~self.mask[rows], -INF)
-        if self.label is not None:
-            x.masked_fill_(self.label[rows, None] == self.other_label, -INF)
-        return x.scatter_(1, self.own[rows], -INF)
 
-    def with_labelled(self, pos_cosines, cosines, rows):
-        """Add candidates that share the anchor's label to its positives: cosines and mask, (a, M + N)."""
-        if not self.labelled:
-            return pos_cosines, torch.zeros_like(pos_cosines)
-        unshared = (self.label[rows, None] != self.other_label).scatter(1, self.own[rows], True)
-        mask = F.pad(
-            torch.zeros_like(cosines).masked_fill(unshared, -INF), (pos_cosines.shape[1], 0)
-        )
-        return torch.cat([pos_cosines, cosines], 1), mask
+def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | None) -> _Answers:
+    """Ask the three questions of some anchors. Every call of the loss, of any size, runs this.
+    neg (a, N): their products with the candidates; those that are no negatives become −∞."""
+    # 1. Who could be a negative?
+    pos, log_n = _who_(neg, pairs, options)  # (a, M), (a,)
+
+    # 2. How much does each one count?
+    t, log_w_pos = pairs.t, None
+    through_weights = torch.is_grad_enabled() and not options.detach_weights
+    with torch.set_grad_enabled(through_weights):
+        logits = _logits(neg, t, options)
+        log_w = weigh(logits, options, t, log_n, potential)
+        if options.tau_plus > 0 and pos.shape[1] > 1:  # the positives, by the same rule
+            log_w_pos = weigh(pos, options, t, potential=0.0)
+
+    # 3. What is done with them?
+    losses = _judge(pos, neg, log_n, log_w, log_w_pos, t, options)
+    return _Answers(losses, pos, neg, log_n, log_w, log_w_pos)
+
+
+def _who_(neg, pairs, options):
+    """Answer question 1: mask products (a, N) → those with positives (a, M), and log N_i (a,)."""
+    pos = pairs.pos
+    if options.objective == "ppcl" and pairs.labels is not None:
+        pos = _add_labelled(pos, neg, pairs)
+    return pos, _exclude_(neg, pos, pairs, options)
+
+
+def _logits(neg, t, options):
+    """Divide cosines by t for a rule that looks at more than their order."""
+    if options.objective not in ON_COSINES or options.weights in ("uniform", "hardest", "top"):
+        return neg
+    is_candidate = neg > _MASKED
+    logits = neg.masked_fill(~is_candidate, 0) / t  # t's gradient would be 0 · ∞
+    return torch.where(is_candidate, logits, neg)
+
+
+def _judge(pos, neg, log_n, log_w, log_w_pos, t, options):
+    """Answer question 3 by the options: the losses (a,) of the objective."""
+    if callable(options.objective):
+        return options.objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
+    if options.objective == "simple":
+        return simple(pos, neg, log_w)
+    if options.objective == "triplet":
+        return triplet(pos, neg, log_w, options.margin)
+    if options.weights == "top" or callable(options.weights):
+        log_n = None  # the weights are not of mean 1: their sum is not N
+    debiasing = {"tau_plus": options.tau_plus, "temperature": t}
+    debiasing |= {"log_w_pos": log_w_pos, "log_n": log_n}
+    if options.objective == "nce":
+        return nce(pos, neg, log_w, **debiasing)
+    if options.objective == "ppcl":
+        return ppcl(pos, neg, log_w, **debiasing)
+    return decoupled(pos, neg, log_w, **debiasing)
+
+
+def _pair(views, negatives, positive_index, negative_mask, labels, group, options):
+    """Line up the anchors of a batch, their positives and their candidates."""
+    dtypes = [view.dtype for view in views]
+    if negatives is not None:
+        dtypes.append(negatives.dtype)
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    z = torch.cat(views).to(dtype)  # (V·B, D)
+    if options.normalize:
+        z = unit(z)
+    t = options.temperature
+    if torch.is_tensor(t):  # as the embeddings: 16 bits are too few for its gradient
+        t = t.to(z)
+    if labels is not None:
+        labels = torch.as_tensor(labels, device=z.device)
+    if negative_mask is not None:
+        negative_mask = torch.as_tensor(negative_mask, device=z.device)
+    if negatives is None:
+        lined_up = _line_up_batch(z, len(views), labels, group)
+    else:
+        negatives = negatives.to(dtype)
+        if options.normalize:
+            negatives = unit(negatives)
+        lined_up = _line_up_given(z, len(views), negatives, positive_index, labels)
+    anchors, positives, candidates, own, labels, candidate_labels = lined_up
+    if options.objective not in ON_COSINES:
+        anchors = anchors / t
+    pos = torch.einsum("ad,amd->am", anchors, positives)
+    return _Pairs(anchors, candidates, pos, own, negative_mask, labels, candidate_labels, t)
+
+
+def _line_up_batch(z, v, labels, group):
+    """Take all rows of v views, z (V·B, D), as anchors, and those of all ranks as candidates."""
+    b = len(z) // v
+    positives = torch.stack([z.roll(-k * b, 0) for k in range(1, v)], 1)  # (A, M, D)
+    first = 0 if group is None else distributed.get_rank(group) * len(z)
+    columns = torch.arange(first, first + len(z), device=z.device)
+    own = columns.view(v, b).T.repeat(v, 1)  # (A, V)
+    if labels is not None:
+        labels = labels.repeat(v)
+    return z, positives, gather(z, group), own, labels, gather(labels, group)
+
+
+def _line_up_given(z, v, negatives, positive_index, labels):
+    """Take the rows of the first view as anchors, and given rows as candidates."""
+    b = len(z) // v
+    positives = z[b:].view(v - 1, b, -1).transpose(0, 1)  # (A, M, D)
+    own = torch.empty(b, 0, dtype=torch.long, device=z.device)
+    if positive_index is not None:
+        own = torch.as_tensor(positive_index, device=z.device).long()[:, None]
+    if labels is None or len(labels) == b:  # no row of `negatives` has a label
+        return z[:b], positives, negatives, own, None, None
+    return z[:b], positives, negatives, own, labels[:b], labels[b:]
+
+
+def _add_labelled(pos, neg, pairs):
+    """Add candidates of the anchor's label to its positives: (a, M + N), −∞ for the others."""
+    others = pairs.labels[:, None] != pairs.candidate_labels
+    others.scatter_(1, pairs.own, True)
+    return torch.cat([pos, neg.masked_fill(others, -INF)], 1)
 
 
 @torch.no_grad()
-def _statistics(pairs, weights_of, t, g, tau_plus, group):
-    rows = slice(0, max(1, 2**20 // pairs.candidates.shape[-2]))
-    pos_cosines, cosines = (
-        _dot(pairs.anchors[rows], x) for x in (pairs.positives[rows], _part(pairs.candidates, rows))
-    )
-    mask = pairs.exclude_(torch.zeros_like(cosines), rows, pos_cosines, cosines)  # (a, N)
-    pos_cosines, pos_mask = pairs.with_labelled(pos_cosines, cosines, rows)  # (a, M)
-    log_w, pos = weights_of(cosines / t + mask, t, g), pos_cosines / t + pos_mask
-    n, log_n = (mask == 0).sum(1), _logsumexp(log_w)  # (a,)
-    effective = torch.exp(2 * log_n - _logsumexp(2 * log_w)) / n
-    log_w_pos = weights_of(pos, t, 0.0) if tau_plus > 0 and pos.shape[1] > 1 else None  # (a, M)
-    total = debiased(pos, cosines / t, log_w, tau_plus, t, log_w_pos)
-    clamped = (total <= log_n - 1 / t) & (n > 0) & (tau_plus > 0)
-    parts = clamped.to(log_n), effective[n > 0], pos_cosines[pos_mask == 0], cosines[mask == 0]
-    sums = torch.stack([x.sum() for x in parts] + [x.new_full((), x.numel()) for x in parts])
-    if group is not None:
-        distributed.all_reduce(sums, group=group)
-    return dict(zip(("clamped", "ess", "positive", "negative"), sums[:4] / sums[4:]))
+def _exclude_(neg, pos, pairs, options):
+    """Write −∞ into products (a, N) where the candidate is no negative; return log N_i, (a,).
+    No gradient is stopped by this: where neg is −∞, its gradient is 0. An anchor that has no
+    candidate at all keeps finite ones, _NONE, as a row of −∞ alone would give NaN."""
+    neg.scatter_(1, pairs.own, -INF)
+    count = neg.shape[1] - pairs.own.shape[1]
+    filters = [pairs.mask, pairs.labels, options.absolute_margin, options.relative_margin]
+    if count > 0 and all(x is None for x in filters):
+        return math.log(count)
+    if pairs.mask is not None:
+        neg.masked_fill_(~pairs.mask, -INF)
+    if pairs.labels is not None:
+        neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, -INF)
+    nearest_positive = pos.amax(1, keepdim=True)
+    if options.absolute_margin is not None:
+        one = 1 if options.objective in ON_COSINES else pairs.t  # cosine 1 is the logit 1/t
+        neg.masked_fill_(neg > nearest_positive - options.absolute_margin / one, -INF)
+    if options.relative_margin is not None:
+        limit = nearest_positive - options.relative_margin * nearest_positive.abs()
+        neg.masked_fill_(neg > limit, -INF)
+    counts = (neg > -INF).sum(1)
+    neg.masked_fill_((counts == 0)[:, None], _NONE)
+    return counts.to(neg.dtype).log().clamp_min(_NONE)
 
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
-    Options of a call override those given here. An nn.Parameter as temperature is learned."""
 
-    def __init__(self, loss="simclr", **options):
+    Options of a call override those given here. An nn.Parameter as temperature is learned. Other
+    libraries call another loss so: that of pairs with a margin, by Hadsell et al."""
+
+    def __init__(self, loss: str = "simclr", **options):
         super().__init__()
-        self.given, self.options = (
-            options,
-            {**contrastive_loss.__kwdefaults__, "loss": loss, **options},
-        )
-        self.weights, self.objective, self.tau_plus, _ = _resolve(**self.options)
-        self.temperature = self.options.pop("temperature")  # a number, or this module's parameter
+        self.given = {"loss": loss, **options}
+        settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
+        settled = _settle("ContrastiveLoss", settings)
+        self.options = vars(settled)  # all of them
+        self.weights = settled.weights
+        self.objective = settled.objective
+        self.tau_plus = settled.tau_plus
+        self.temperature = settled.temperature  # a number, or this module's parameter
 
-    def forward(self, *views, **options):
+    def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the views, with the module's options and those given here."""
-        return contrastive_loss(
-            *views, **{**self.options, "temperature": self.temperature, **options}
-        )
+        settings = {**self.given, "temperature": self.temperature, **options}
+        return contrastive_loss(*views, **settings)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         """Show the loss, its parts and the options given."""
-        shown = {
-            name: getattr(self, name) for name in ("weights", "objective", "tau_plus")
-        } | self.given
-        shown["temperature"] = t.item() if torch.is_tensor(t := self.temperature) else t
-        shown = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
-        return f"{self.options['loss']!r}, {shown}" + ", learned" * isinstance(
-            self.temperature, nn.Parameter
-        )
+        parts = {"weights": self.weights, "objective": self.objective, "tau_plus": self.tau_plus}
+        shown = self.given | parts | {"temperature": self.temperature}
+        if torch.is_tensor(self.temperature):
+            shown["temperature"] = f"{self.temperature.item():g}, learned"
+        words = [repr(shown.pop("loss"))]
+        words += [f"{name}={value}" for name, value in shown.items()]
+        return ", ".join(words)
 
 
-def _resolve(
-    loss,
-    weights,
-    objective,
-    temperature,
-    tau_plus,
-    beta,
-    alpha,
-    epsilon,
-    cost,
-    kappa,
-    margin,
-    drop_above,
-    detach_weights,
-    reduction,
-    block_size,
-    negatives=None,
-    own=None,
-    mask=None,
-    labels=None,
-    normalize=True,
-    group=None,
-    return_stats=False,
-):
-    """Check the options, and decide what is left open; the last seven only pass by."""
-    _require(loss in PRESETS, "loss", repr(loss), f"one of {', '.join(PRESETS)}")
-    weights, objective, tau_plus = (
-        preset if given is None else given
-        for given, preset in zip((weights, objective, tau_plus), PRESETS[loss])
-    )
-    for name, value, allowed in (
-        ("weights", weights, WEIGHTS),
-        ("objective", objective, OBJECTIVES),
-        ("cost", cost, ("sqeuclidean", "exp")),
-        ("reduction", reduction, ("mean", "sum", "none")),
-    ):
-        free = name in ("weights", "objective")  # a function will do
-        _require(
-            isinstance(value, str) and value in allowed or free and callable(value),
-            name,
-            repr(value),
-            f"one of {', '.join(allowed)}" + " or a function" * free,
-        )
-    if torch.is_tensor(temperature) and temperature.ndim == 0:
-        temperature = float(temperature.detach()) if _readable(temperature) else 1.0
-    for name, value, valid, allowed in (
-        ("temperature", temperature, lambda x: 0 < x < INF, "above 0"),
-        ("tau_plus", tau_plus, lambda x: 0 <= x < 1, "in [0, 1)"),
-        ("beta", beta, lambda x: 0 <= x < INF, "of at least 0"),
-        ("alpha", alpha, lambda x: 0 < x <= 1, "in (0, 1]"),
-        ("epsilon", epsilon, lambda x: 0 < x < INF, "above 0"),
-        ("kappa", kappa, lambda x: -INF < x < INF, "that is finite"),
-        ("margin", margin, lambda x: 0 <= x < INF, "of at least 0"),
-        (
-            "drop_above",
-            0 if drop_above is None else drop_above,
-            lambda x: -INF < x < INF,
-            "that is finite",
-        ),
-        ("block_size", block_size or 0, lambda x: x >= 0 and x % 1 == 0, "of anchors, or None"),
-    ):
-        _require(
-            isinstance(value, numbers.Real) and valid(value),
-            name,
-            repr(value),
-            f"a number {allowed}",
-        )
-    return (
-        weights,
-        objective,
-        tau_plus,
-        detach_weights or detach_weights is None and weights == "transported",
-    )
+@torch.no_grad()
+def _statistics(pairs, options, potential, group):
+    """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
+    some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
+    _, pos, neg, _, log_w, log_w_pos = answer(some, some.products(), options, potential)
+    cosine = 1 if options.objective in ON_COSINES else pairs.t  # of a product of 1
+    is_negative, is_positive = neg > _MASKED, pos > -INF
+    n = is_negative.sum(1)
+    log_sum_w, log_sum_w2 = log_sum(log_w), log_sum(2 * log_w)  # (a,)
+    effective = torch.exp(2 * log_sum_w - log_sum_w2) / n.clamp_min(1)
+    clamped = torch.zeros_like(n)
+    if options.tau_plus > 0:
+        total = debiased(pos, neg, log_w, options.tau_plus, pairs.t, log_w_pos)
+        clamped = (total <= log_sum_w - 1 / pairs.t) & (n > 0)
+    parts = {  # values, and where they count
+        "clamped": (clamped, n >= 0),
+        "ess": (effective, n > 0),
+        "positive": (pos * cosine, is_positive),
+        "negative": (neg * cosine, is_negative),
+    }
+    sums = [torch.where(counts, x, 0).sum() for x, counts in parts.values()]
+    sums += [counts.sum() for _, counts in parts.values()]
+    sums = torch.stack([x.to(neg.dtype) for x in sums])
+    if group is not None:
+        distributed.all_reduce(sums, group=group)
+    values, counts = sums.chunk(2)
+    return dict(zip(parts, values / counts, strict=True))
 
 
-def _check_shapes(views, negatives, own, mask, labels, group, weights):
-    """Check that views, negatives, own, mask and labels fit together."""
-    shapes = [
-        tuple(x.shape) if torch.is_tensor(x) and x.is_floating_point() else str(type(x))
-        for x in views
-    ]
-    _require(
-        len(views) >= 2 and len(set(shapes)) == 1 and len(shapes[0]) == 2 and shapes[0][1] > 0,
-        "views",
-        shapes,
-        "at least two floating tensors (B, D) of one shape, each an argument of its own",
-    )
-    batched = torch._C._are_functorch_transforms_active() and any(
-        "BatchedTensor" in repr(x) for x in views
-    )
-    _require(
-        not batched, "views", "batched by vmap", "plain tensors: call the loss once for each batch"
-    )
-    (b, d), given = shapes[0], negatives is not None
-    _require(
-        b >= 2 or b == 1 and (given or group is not None),
-        "views",
-        shapes,
-        "of 2 samples or more: one has no negative",
-    )
-    a, n = (
-        b * len(views),
-        b * len(views) * (1 if group is None else distributed.get_world_size(group)),
-    )
-    if given:
-        valid = (
-            torch.is_tensor(negatives)
-            and negatives.is_floating_point()
-            and 0 not in negatives.shape
-        )
-        shape = tuple(getattr(negatives, "shape", ()))
-        _require(
-            valid and len(shape) in (2, 3) and shape in ((shape[0], d), (b, shape[1], d)),
-            "negatives",
-            f"{type(negatives).__name__} {shape}",
-            f"a floating tensor (K, {d}) or ({b}, K, {d})",
-        )
-        a, n = b, shape[-2]
-        _require(
-            len(shape) == 2 or weights != "transported",
-            "weights",
-            repr(weights),
-            "another rule with "
-            "negatives (B, K, D): as anchors share no candidate, their only coupling is uniform",
-        )
-    if own is not None:
-        own = torch.as_tensor(own)
-        whole = (
-            own.shape == (b,) and not own.is_floating_point() and own.dtype != torch.bool and given
-        )
-        _require(
-            whole and (not _readable(own) or bool(((own >= 0) & (own < n)).all())),
-            "own",
-            f"{own.dtype} {tuple(own.shape)}",
-            f"with negatives, ({b},) whole numbers in [0, K)",
-        )
-    if mask is not None:
-        mask = torch.as_tensor(mask)
-        _require(
-            mask.dtype == torch.bool and mask.shape == (a, n),
-            "mask",
-            f"{mask.dtype} {tuple(mask.shape)}",
-            f"boolean ({a}, {n}): of each anchor and candidate",
-        )
-    shape = None if labels is None else tuple(torch.as_tensor(labels).shape)
-    _require(
-        shape in (None, (b,)) or given and negatives.ndim == 2 and shape == (b + n,),
-        "labels",
-        f"of shape {shape}",
-        f"({b},), or with negatives (K, D) also ({b} + K,)",
-    )
+# ---- 4. Finding: which samples to take as negatives --------------------------------------------
+
+
+def draw(
+    log_w: Tensor, k: int, replacement: bool = False, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw k negatives for every anchor, candidate j with probability w_ij / Σ_l w_il.
+    log_w (A, N), up to a constant of each row → indices (A, k), distinct unless with replacement.
+    generator: on log_w's device. Raises ValueError, on a CPU, if a row has too few candidates."""
+    shares = torch.softmax(log_w, -1)
+    if _may_read(shares):
+        fewest = (shares > 0).sum(-1).amin()
+        enough = fewest >= (1 if replacement else k)
+    else:
+        enough = True
+    allowed = "at least 1, and at most the number of candidates of weight above 0"
+    _require(k >= 1 and enough, "k", k, allowed)
+    return torch.multinomial(shares, k, replacement, generator=generator)
+
+
+# ---- 5. Numerics and checks --------------------------------------------------------------------
+
+_NONE = -1e30  # the logits of an anchor that has no candidate: finite, as −∞ − (−∞) is NaN
+_MASKED = -1e28  # logits and log weights below this do not count
+
+
+def unit(x: Tensor) -> Tensor:
+    """Project rows (..., D) to the unit sphere: z = x / ‖x‖. A zero row and its gradient stay."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.masked_fill(norm == 0, 1)
+
+
+class _LogSum(torch.autograd.Function):
+    """Compute log Σ e^{x + y} along a dimension, and the shares e^{x + y} / Σ e^{x + y}."""
+
+    @staticmethod
+    def forward(x, y, dim):
+        total = x + y
+        # a fully masked row gives the lowest finite number, and no NaN
+        total.clamp_min_(torch.finfo(total.dtype).min)
+        largest = total.amax(dim)
+        # softmax is one fused pass, so the sum is read off its largest share
+        shares = torch.softmax(total, dim, out=total)
+        return largest - shares.amax(dim).log(), shares
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, y, ctx.dim = inputs
+        ctx.shapes = x.shape, y.shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])  # an output, so that it has second derivatives
+
+    @staticmethod
+    def backward(ctx, by_sum, by_shares):
+        (shares,) = ctx.saved_tensors
+        slope = 0 if by_sum is None else by_sum.unsqueeze(ctx.dim)
+        if by_shares is not None:
+            slope = slope + by_shares - (by_shares * shares).sum(ctx.dim, keepdim=True)
+        by_total = shares * slope
+        by_x, by_y = (by_total.sum_to_size(shape) for shape in ctx.shapes)
+        return by_x, by_y, None
+
+
+def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
+    """Compute log Σ_j e^{x_j + y_j}, in float32 at least; a masked row gives the lowest number."""
+    x = _upcast(x)
+    if y is None:
+        if x.shape[dim] == 1:
+            return x.squeeze(dim)
+        y = x.new_zeros(())
+    return _LogSum.apply(x, _upcast(y), dim)[0]
+
+
+def _upcast(x):
+    """Convert to float32 at least: half-precision sums are too inaccurate."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _threshold(x, alpha):
+    """Return the ⌈αN⌉-th largest entry of every row, (A, 1); N counts its entries above −∞."""
+    billionths = int(alpha * 10**9)  # in floating point 0.07 · 100 exceeds 7, its ceiling is 8
+
+    def kept_of(count):
+        return (count * billionths + 10**9 - 1) // 10**9
+
+    most = max(1, kept_of(x.shape[-1]))
+    kept = kept_of((x > -INF).sum(-1, keepdim=True)).clamp_min(1)
+    return x.topk(most).values.gather(-1, kept - 1)
+
+
+def _is_concrete(x):
+    """Whether a tensor has values that the host can read: not while compiling or capturing."""
+    if torch.compiler.is_compiling() or x.is_meta or hasattr(x, "fake_mode"):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _may_read(x):
+    """Whether the host may read values: on a CPU, where that is free. A GPU would be waited for."""
+    return x.device.type == "cpu" and _is_concrete(x)
+
+
+def _require(valid, name, got, allowed):
+    if not valid:
+        raise ValueError(f"{name} is {got}; it must be {allowed}")
 
 
 class _NotFinite(ValueError):
-    "Embeddings have NaN or inf: a training loop tells this from other errors."
+    """Embeddings have NaN or inf: a training loop tells this from other errors."""
 
 
-def _check_finite(views, negatives):
-    for name, x in [(f"views[{i}]", x) for i, x in enumerate(views)] + [("negatives", negatives)]:
-        if x is not None and not x.isfinite().all():
+def _check_finite(value, views, negatives):
+    if value.isfinite().all():
+        return
+    named = {f"views[{i}]": view for i, view in enumerate(views)}
+    if negatives is not None:
+        named["negatives"] = negatives
+    for name, x in named.items():
+        if not x.isfinite().all():
             raise _NotFinite(f"{name} is not free of NaN and inf; it must be finite")
 
 
-def annealed_beta(progress, beta, changes=5):
-    """Lower β to 0 in steps over progress in [0, 1]: β · (1 − ⌊ℓ · progress⌋ / ℓ), with ℓ = changes.
-    Hard negatives matter early; late, many of the hardest have the anchor's class. Ref: [1] App. C"""
-    return beta * (1 - math.floor(changes * progress) / changes)
+@dataclasses.dataclass
+class Options:
+    """Hold the settings of a loss: the default of each, and its range. See `contrastive_loss`."""
+
+    loss: str = "simclr"
+    weights: str | Callable | None = None  # None: that of the loss, as for the next two
+    objective: str | Callable | None = None
+    tau_plus: float | None = None
+    temperature: float | Tensor = 0.5
+    beta: float = 1.0
+    alpha: float = 0.1
+    epsilon: float = 0.3
+    cost: str = "sqeuclidean"
+    kappa: float = 0.0
+    margin: float = 0.0
+    absolute_margin: float | None = None
+    relative_margin: float | None = None
+    normalize: bool = True
+    detach_weights: bool | None = None
+    reduction: str = "mean"
+    block_size: int | None = None
+
+    def __post_init__(self):
+        _require(self.loss in PRESETS, "loss", repr(self.loss), f"one of {', '.join(PRESETS)}")
+        weights, objective, tau_plus = PRESETS[self.loss]
+        if self.weights is None:
+            self.weights = weights
+        if self.objective is None:
+            self.objective = objective
+        if self.tau_plus is None:
+            self.tau_plus = tau_plus
+        if self.detach_weights is None:
+            self.detach_weights = isinstance(self.weights, str) and self.weights == "transported"
+        for name, allowed in NAMES.items():
+            self._check_name(name, allowed)
+        for name, (low, high, allowed) in RANGES.items():
+            self._check_number(name, low, high, allowed)
+        block_size = self.block_size
+        whole = block_size is None or isinstance(block_size, int) and block_size >= 0
+        _require(whole, "block_size", repr(block_size), "a number of anchors, or None")
+        if self.objective not in DEBIASED:
+            self.tau_plus = 0.0
+
+    def _check_name(self, name, allowed):
+        value, wanted = getattr(self, name), f"one of {', '.join(allowed)}"
+        known = isinstance(value, str) and value in allowed
+        if name in ("weights", "objective"):
+            known, wanted = known or callable(value), f"{wanted}, or a function"
+        _require(known, name, repr(value), wanted)
+
+    def _check_number(self, name, low, high, allowed):
+        value = getattr(self, name)
+        if value is None and name in ("absolute_margin", "relative_margin"):
+            return
+        if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
+            value = value.item() if _may_read(value) else 1.0
+        fits = isinstance(value, numbers.Real) and low <= value < high
+        _require(fits, name, repr(value), f"a number {allowed}")
 
 
-def lead_in(progress, alpha, until=0.5):
-    """Lower the share kept from 1 to α, geometrically, until `until`: α^{min(1, progress / until)}.
-    The nearest candidates of a random encoder share background and colour: alone they teach little else."""
-    return alpha ** min(1.0, progress / until)
+LEAST = math.ulp(0.0)  # the smallest number above 0
+NAMES = {
+    "weights": WEIGHTS,
+    "objective": OBJECTIVES,
+    "cost": ("sqeuclidean", "exp"),
+    "reduction": ("mean", "sum", "none"),
+}
+RANGES = {  # option: from, below, in words
+    "temperature": (LEAST, INF, "above 0"),
+    "tau_plus": (0, 1, "in [0, 1)"),
+    "beta": (0, INF, "of at least 0"),
+    "alpha": (LEAST, math.nextafter(1, 2), "in (0, 1]"),
+    "epsilon": (LEAST, INF, "above 0"),
+    "kappa": (math.nextafter(-INF, 0), INF, "that is finite"),
+    "margin": (0, INF, "of at least 0"),
+    "absolute_margin": (math.nextafter(-INF, 0), INF, "that is finite"),
+    "relative_margin": (math.nextafter(-INF, 0), INF, "that is finite"),
+}
+SETTINGS = [field.name for field in dataclasses.fields(Options)]
+PER_CALL = "negatives positive_index negative_mask labels group return_stats".split()
 
 
-# ---- 4. Blocks and ranks: the same numbers in linear memory, over processes. Skip it on a first reading.
-# The cosines of a large batch do not fit into memory, so the anchors are worked in blocks. A block's
-# cosines are one product, and `losses_of` gives its losses. Their gradient takes the memory of the cosines,
-# and two more products carry it to the embeddings. The shortcut: nce, ppcl and decoupled see negatives only
-# as Σ_j w_j e^{s_j} and Σ_j w_j, so for weights that are exponentials an anchor's candidates merge into one.
+def _settle(caller, given):
+    """Check the options of a call, and decide what is left open."""
+    for name in given:
+        if name not in SETTINGS:
+            known = ", ".join(SETTINGS + PER_CALL)
+            raise TypeError(f"{caller}() has no option {name!r}; it has {known}")
+    return Options(**given)
 
 
-def _evaluate(losses_of, conclude, shortcut, pairs, t, g, size, reduction, free):
-    """Compute the losses of all anchors, (A,), or their mean or sum; free: by functions of the caller."""
+def _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options):
+    """Check that views, negatives, positive_index, negative_mask and labels fit together."""
+    b, d = _check_views(views, negatives, group)
+    ranks = 1 if group is None else distributed.get_world_size(group)
+    a, n = b * len(views), ranks * b * len(views)
+    shared = True
+    if negatives is not None:
+        _check_negatives(negatives, b, d, options.weights)
+        a, n, shared = b, negatives.shape[-2], negatives.ndim == 2
+    if positive_index is not None:
+        index = torch.as_tensor(positive_index)
+        whole = not (index.is_floating_point() or index.dtype == torch.bool)
+        fits = negatives is not None and index.shape == (b,) and whole
+        if fits and _may_read(index):
+            fits = bool(((index >= 0) & (index < n)).all())
+        got = f"{index.dtype} {tuple(index.shape)}"
+        allowed = f"with negatives, ({b},) whole numbers in [0, K)"
+        _require(fits, "positive_index", got, allowed)
+    if negative_mask is not None:
+        mask = torch.as_tensor(negative_mask)
+        fits = mask.dtype == torch.bool and mask.shape == (a, n)
+        allowed = f"boolean ({a}, {n}): of each anchor and candidate"
+        _require(fits, "negative_mask", f"{mask.dtype} {tuple(mask.shape)}", allowed)
+    if labels is not None:
+        shape = tuple(torch.as_tensor(labels).shape)
+        fits = shape == (b,) or negatives is not None and shared and shape == (b + n,)
+        allowed = f"({b},), or with negatives (K, D) also ({b} + K,)"
+        _require(fits, "labels", f"of shape {shape}", allowed)
 
-    def block(rows, anchors, positives, candidates, t, g):
-        pos_cosines, cosines = (
-            _dot(anchors[rows], x) for x in (positives[rows], _part(candidates, rows))
-        )
-        return losses_of(rows, pos_cosines, cosines, t, g)
 
-    tensors = pairs.anchors, pairs.positives, pairs.candidates, t, g
-    size = (
-        0 if torch._C._are_functorch_transforms_active() else size
-    )  # torch.func needs plain autograd
+def _check_views(views, negatives, group):
+    """Check the views → B, D."""
+    got = [_describe(view) for view in views]
+    tensors = all(torch.is_tensor(view) and view.is_floating_point() for view in views)
+    fits = tensors and len(views) >= 2 and len({view.shape for view in views}) == 1
+    fits = fits and views[0].ndim == 2 and views[0].shape[1] > 0
+    wanted = "at least two floating tensors (B, D) of one shape, each an argument of its own"
+    _require(fits, "views", got, wanted)
+    if torch._C._are_functorch_transforms_active():
+        batched = any("BatchedTensor" in repr(view) for view in views)
+        wanted = "plain tensors: call the loss once for each batch"
+        _require(not batched, "views", "batched by vmap", wanted)
+    b, d = views[0].shape
+    least = 2 if negatives is None and group is None else 1
+    _require(b >= least, "views", got, "of 2 samples or more: one has no negative")
+    return b, d
+
+
+def _check_negatives(negatives, b, d, weights):
+    fits = torch.is_tensor(negatives) and negatives.is_floating_point()
+    fits = fits and negatives.numel() > 0 and negatives.ndim in (2, 3)
+    fits = fits and negatives.shape[-1] == d and (negatives.ndim == 2 or len(negatives) == b)
+    wanted = f"a floating tensor (K, {d}) or ({b}, K, {d})"
+    _require(fits, "negatives", _describe(negatives), wanted)
+    wanted = (
+        "another rule with negatives (B, K, D): as anchors share no candidate, their only coupling "
+        "is uniform"
+    )
+    _require(negatives.ndim == 2 or weights != "transported", "weights", repr(weights), wanted)
+
+
+def _describe(x):
+    if torch.is_tensor(x):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return type(x).__name__
+
+
+# ---- 6. Large batches and ranks: the same numbers in linear memory, over processes -------------
+# Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
+# gets some anchors at a time, and the gradient of each block is computed as soon as its losses are.
+
+
+def _evaluate(pairs, options, potential):
+    """Compute the losses of all anchors, (A,), or their mean or sum."""
+    size = _block_size(pairs, options)
     blocks = _slices(len(pairs.anchors), size)
-    stored = size == 0 or not torch.is_grad_enabled()
-    if not stored and reduction != "none" and not free:
-        weight = 1 / len(pairs.anchors) if reduction == "mean" else 1.0
-        return _InBlocks.apply(
-            losses_of, conclude, shortcut, pairs.exclude_, blocks, weight, *tensors
-        )
-    # "none" has no weights yet, and only autograd sees a function's parameters: compute the block again
-    losses = torch.cat(
-        [
-            block(rows, *tensors)
-            if stored
-            else checkpoint(block, rows, *tensors, use_reentrant=False, preserve_rng_state=free)
-            for rows in blocks
-        ]
-    )
-    return losses if reduction == "none" else losses.mean() if reduction == "mean" else losses.sum()
+    free = callable(options.weights) or callable(options.objective)
+    if size > 0 and torch.is_grad_enabled() and options.reduction != "none" and not free:
+        total = _in_blocks(pairs, options, potential, size)
+        return total / len(pairs.anchors) if options.reduction == "mean" else total
+
+    def losses_of(rows, potential, *tensors):
+        some = _Pairs._make(tensors).of(rows)
+        return answer(some, some.products(), options, potential).losses
+
+    if size > 0 and torch.is_grad_enabled():
+        # "none": the gradient of each loss is known in the backward pass alone, and only autograd
+        # sees the parameters of a function: so the backward pass computes each block again
+        again = {"use_reentrant": False, "preserve_rng_state": free}
+        losses_of = functools.partial(checkpoint, losses_of, **again)
+    parts = [losses_of(rows, potential, *pairs) for rows in blocks]
+    losses = torch.cat(parts)
+    if options.reduction == "none":
+        return losses
+    return losses.mean() if options.reduction == "mean" else losses.sum()
 
 
-def _block_size(pairs, shortcut):
-    """Choose the anchors in a block, to stay in a CPU's cache or keep a GPU busy; 0: all at once."""
-    n = pairs.candidates.shape[-2]
-    if torch.compiler.is_compiling() or shortcut is None and len(pairs.anchors) * n <= 2**19:
-        return 0  # plain autograd is faster for small batches
-    return max(
-        128 if shortcut else 64, 2 ** (20 if pairs.anchors.device.type == "cpu" else 25) // n
-    )
+def _block_size(pairs, options):
+    """Choose the anchors in a block, for a CPU's cache or to keep a GPU busy; 0: all at once."""
+    if torch._C._are_functorch_transforms_active():  # torch.func needs plain autograd
+        return 0
+    if options.block_size is not None:
+        return options.block_size
+    on_cpu, columns = pairs.anchors.device.type == "cpu", pairs.candidates.shape[-2]
+    if len(pairs.anchors) * columns <= (2**18 if on_cpu else 2**24):
+        return 0
+    return max(64, (2**20 if on_cpu else 2**25) // columns)
 
 
 def _slices(n, size):
-    return [slice(start, start + size) for start in range(0, n, size)] if size else [slice(None)]
+    if size == 0:
+        return [slice(None)]
+    return [slice(start, start + size) for start in range(0, n, size)]
 
 
-def _part(
-    candidates, rows
-):  # the candidates of some anchors: (N, D), or of each its own, (a, N, D)
-    return candidates if candidates.ndim == 2 else candidates[rows]
+# With glibc, freeing one large piece of memory makes it keep what is freed later, up to 62 MB, for
+# the next block: fresh pages would cost more than the arithmetic. The piece itself is not touched.
+torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
+
+# What both operators take: tensors, as `_Pairs` has them, and options by name.
+TENSORS = (
+    "Tensor anchors, Tensor candidates, Tensor pos, Tensor own, Tensor? mask, Tensor? labels, "
+    "Tensor? candidate_labels, Tensor t"
+)
+NUMBERS = (
+    "str weights, str objective, float tau_plus, float beta, float alpha, float epsilon, str cost, "
+    "float kappa, float margin, float? absolute_margin, float? relative_margin, bool detach_weights"
+)
+NAMESPACE = __name__.replace(".", "_")  # a project may hold several copies of this file
 
 
-def _dot(anchors, others, out=None):  # (a, D) with (N, D) or (a, N, D) → (a, N)
-    if others.ndim == 2:
-        return torch.mm(anchors, others.T, out=out)
-    return torch.bmm(others, anchors[:, :, None], out=None if out is None else out[:, :, None])[
-        :, :, 0
-    ]
+def _operands(pairs, options):
+    """Return the tensors and the numbers that an operator takes."""
+    names = [word.split()[-1] for word in NUMBERS.split(", ")]
+    numbers = {name: getattr(options, name) for name in names}
+    t = torch.as_tensor(pairs.t, dtype=pairs.anchors.dtype, device=pairs.anchors.device)
+    return pairs._replace(t=t), numbers
 
 
-def _to_anchors(by_dot, others):  # its gradient in the anchors, (a, D)
-    return by_dot @ others if others.ndim == 2 else torch.bmm(by_dot[:, None], others)[:, 0]
+def _in_blocks(pairs, options, potential, size):
+    """Compute Σ_i ℓ_i; what is stored for its gradient has the size of the embeddings."""
+    tensors, numbers = _operands(pairs, options)
+    if potential is None:
+        potential = tensors.t.new_zeros(())  # not used
+    learns = pairs.candidates.requires_grad
+    return _blocks(*tensors, potential, size=size, learns_candidates=learns, **numbers)[0]
 
 
-class _InBlocks(torch.autograd.Function):
-    """Compute weight · Σ_i ℓ_i together with its gradient, and store nothing of a block's size."""
-
-    @staticmethod
-    def forward(ctx, losses_of, conclude, shortcut, exclude_, blocks, weight, *tensors):
-        anchors, positives, candidates, t, g = (
-            x.detach() if torch.is_tensor(x) else x for x in tensors
-        )
-        wanted, ctx.weight, value, shared = (
-            ctx.needs_input_grad[6:],
-            weight,
-            0.0,
-            candidates.ndim == 2,
-        )
-        slopes = [
-            None if not want else torch.empty_like(x) if x.ndim == 3 else torch.zeros_like(x)
-            for x, want in zip(tensors, wanted)
-        ]  # rows for each anchor are written, others summed
-        # preallocated: allocating per block costs more than the arithmetic
-        matrices = anchors.new_empty(2, len(anchors[blocks[0]]), candidates.shape[-2])
-        for rows in blocks:
-            block, others = anchors[rows], _part(candidates, rows)  # (a, D), (N, D) or (a, N, D)
-            cosines, scratch = matrices[:, : len(block)]  # (a, N)
-            pos_cosines, _ = (
-                _dot(block, positives[rows]),
-                _dot(block, others, out=cosines),
-            )  # (a, M)
-            if shortcut is None:
-                total, by_pos, by_cosines, by_t, by_g = _differentiate(
-                    lambda *leaves: losses_of(rows, *leaves), pos_cosines, cosines, t, g
-                )
-            else:
-                exclude_(cosines, rows, pos_cosines, cosines)
-                mean, log_n = _merge_(cosines, scratch, t, g, **shortcut)  # (a,) each
-                total, by_pos, by_mean, by_t = _differentiate(
-                    lambda pos, mean, t: conclude(pos, 0.0, (t * mean)[:, None], log_n[:, None], t),
-                    pos_cosines,
-                    mean,
-                    t,
-                )  # it divides by t
-                by_cosines = cosines.mul_((by_mean / t)[:, None])  # (a, N)
-            value = value + total
-            by_anchor = (
-                _to_anchors(by_cosines, others) if wanted[0] or wanted[3] else None
-            )  # (a, D)
-            if wanted[0]:
-                slopes[0][rows] = by_anchor + _to_anchors(by_pos, positives[rows])
-            if wanted[1]:
-                torch.mul(by_pos[:, :, None], block[:, None], out=slopes[1][rows])  # (a, M, D)
-            if wanted[2] and shared:
-                slopes[2].addmm_(by_cosines.T, block)  # (N, D)
-            elif wanted[2]:
-                torch.mul(by_cosines[:, :, None], block[:, None], out=slopes[2][rows])  # (a, N, D)
-            if wanted[3]:  # `mean` is a function of cos/t: t ∂/∂t = −Σ_j cos_j ∂/∂cos_j
-                slopes[3] += by_t if shortcut is None else by_t - (by_anchor * block).sum() / t
-            if wanted[4]:
-                slopes[4] += by_g
-        ctx.save_for_backward(*slopes)
-        return weight * value
-
-    @staticmethod
-    def backward(ctx, grad):
-        if torch.is_grad_enabled():
-            raise RuntimeError("to differentiate this loss twice, give it block_size=0")
-        grad = ctx.weight * grad
-        return *[None] * 6, *(None if x is None else x * grad for x in ctx.saved_tensors)
+@torch.library.custom_op(
+    f"{NAMESPACE}::blocks",
+    mutates_args=(),
+    schema=f"({TENSORS}, Tensor potential, *, SymInt size, bool learns_candidates, {NUMBERS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _blocks(*tensors, size, learns_candidates, **numbers):
+    """Compute Σ_i ℓ_i block by block, and its gradients in the five tensors that have one.
+    An operator of its own: compiled code calls it, and need not unroll its blocks."""
+    pairs, potential, options = _Pairs._make(tensors[:-1]), tensors[-1], Options(**numbers)
+    anchors, candidates, shared = pairs.anchors, pairs.candidates, pairs.candidates.ndim == 2
+    by_anchors, by_candidates = torch.empty_like(anchors), torch.zeros_like(candidates)
+    by_pos, by_t = torch.empty_like(pairs.pos), torch.zeros_like(pairs.t)
+    by_potential, total = torch.zeros_like(potential), torch.zeros_like(pairs.t)
+    # preallocate: fresh memory for each block would cost more than its arithmetic
+    matrix = anchors.new_empty(min(size, len(anchors)), candidates.shape[-2])
+    for rows in _slices(len(anchors), size):
+        some = pairs.of(rows)
+        neg = some.products(out=matrix[: len(some.anchors)])  # (a, N)
+        value, slopes = _differentiate(some, neg, options, potential)
+        by_neg, by_pos[rows] = slopes["neg"], slopes["pos"]
+        total += value
+        by_t += slopes["t"]
+        by_potential += slopes["potential"]
+        if shared:
+            torch.mm(by_neg, candidates, out=by_anchors[rows])
+        else:
+            by_anchors[rows] = torch.einsum("an,and->ad", by_neg, some.candidates)
+        if learns_candidates and shared:
+            by_candidates.addmm_(by_neg.T, some.anchors)
+        elif learns_candidates:
+            torch.mul(by_neg[:, :, None], some.anchors[:, None], out=by_candidates[rows])
+    return total, by_anchors, by_candidates, by_pos, by_t, by_potential
 
 
-def _differentiate(function, *leaves):
-    """Return the sum of function(*leaves), and its gradient in every leaf; None for one that is a number."""
-    leaves = [x.detach().requires_grad_() if torch.is_tensor(x) else x for x in leaves]
-    with torch.enable_grad():
-        total = function(*leaves).sum()
-    tensors = [x for x in leaves if torch.is_tensor(x)]
-    slopes = iter(torch.autograd.grad(total, tensors, materialize_grads=True))
-    return total.detach(), *(next(slopes) if torch.is_tensor(x) else None for x in leaves)
+def _differentiate(some, neg, options, potential):
+    """Return the sum of the losses of some anchors, and its gradient by the names of its inputs."""
+    with torch.inference_mode(False), torch.enable_grad():  # an operator begins without autograd
+        leaves = {"neg": neg, "pos": some.pos, "t": some.t, "potential": potential}
+        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+        some = some._replace(pos=leaves["pos"], t=leaves["t"])
+        value = answer(some, leaves["neg"], options, leaves["potential"]).losses.sum()
+        slopes = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+    return value.detach(), dict(zip(leaves, slopes, strict=True))
 
 
-def _shortcut(weights, beta, alpha, epsilon, cost, detach_weights, g):
-    """Write weights as exponentials, w_ij ∝ e^{c s_ij + g_j}, of all candidates or the nearest α; or None."""
-    plain = (
-        weights in ("uniform", "tilted", "top")
-        or weights == "transported"
-        and cost == "sqeuclidean"
-    )
-    if not plain or g is not None and not detach_weights:
-        return None
-    c = beta if weights == "tilted" and beta > 1e-30 else 0.0  # β = 0: avoid 0 · (−∞) = NaN
-    alpha = alpha if weights == "top" else 1.0
-    return {"c": c, "epsilon": epsilon, "alpha": alpha, "detached": detach_weights}
+@_blocks.register_fake
+def _(anchors, candidates, pos, own, mask, labels, candidate_labels, t, potential, **_):
+    return tuple(torch.empty_like(x) for x in (t, anchors, candidates, pos, t, potential))
 
 
-def _merge_(cosines, scratch, t, g, c, epsilon, alpha, detached):
-    """Merge the candidates of each anchor into one: the log of the weighted mean of e^s, and log n, (a,).
-        mean_i = LSE_j((1 + c) s_ij + g_j) − LSE_j(c s_ij + g_j),     ∂mean_i/∂s_ij = p_ij + c (p_ij − q_ij)
-    p, q are the shares of the two sums; the gradient is p alone if the weights are detached. It takes the
-    place of the cosines (a, N), −∞ for excluded candidates. scratch (a, N) is overwritten."""
-    if alpha < 1:
-        cosines.masked_fill_(cosines < _threshold(cosines, alpha), -INF)
-    log_n = (
-        torch.ne(cosines, -INF, out=scratch).sum(-1).log().clamp_min(torch.finfo(cosines.dtype).min)
-    )
-    nearest = cosines.amax(-1, keepdim=True)  # numerics: subtract the row maximum first
-    cosines.sub_(nearest.masked_fill_(nearest == -INF, 0))
-    c = c if g is None else t / epsilon  # a potential: transported weights
-    if g is None and c == 0:
-        mean = _logsumexp_(cosines.mul_(1 / t), -1) - log_n
+def _keep_gradients(ctx, inputs, keyword_only_inputs, output):
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
+
+
+def _scale_gradients(ctx, by_total, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError("to differentiate this loss twice, give it block_size=0")
+    slopes = [by_total * slope for slope in ctx.saved_tensors]
+    by_anchors, by_candidates, by_pos, by_t, by_potential = slopes
+    return by_anchors, by_candidates, by_pos, None, None, None, None, by_t, by_potential
+
+
+_blocks.register_autograd(_scale_gradients, setup_context=_keep_gradients)
+
+
+def _potential(pairs, group, options):
+    """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
+    rows = ("anchors", "pos", "own", "mask", "labels")
+    everyone = pairs._replace(**{name: gather(getattr(pairs, name), group) for name in rows})
+    if torch.is_grad_enabled() and not options.detach_weights:
+        return _couple(everyone, options)
+    tensors, numbers = _operands(everyone, options)
+    if callable(options.objective):
+        numbers["objective"] = "nce"  # a function acts on logits, too
+    detached = [None if x is None else x.detach() for x in tensors]
+    return _couple_detached(*detached, **numbers)
+
+
+def _couple(pairs, options):
+    """Couple anchors and candidates: run Sinkhorn on blocks of −C/ε → g (N,)."""
+
+    def log_kernel(rows):
+        some = pairs.of(rows)
+        neg = some.products()
+        _who_(neg, some, options)
+        logits = _logits(neg, pairs.t, options)
+        return _log_kernel(logits, options.epsilon, options.cost, options.kappa, pairs.t)
+
+    a, n = len(pairs.anchors), len(pairs.candidates)
+    blocks = _slices(a, max(1, 2**20 // n))
+    if torch.is_grad_enabled() or a * n <= 2**24:
+        stored = [log_kernel(rows) for rows in blocks]
+        return sinkhorn(lambda: stored)[1]
+    return sinkhorn(lambda: map(log_kernel, blocks))[1]  # again in each step
+
+
+@torch.library.custom_op(
+    f"{NAMESPACE}::couple_detached", mutates_args=(), schema=f"({TENSORS}, *, {NUMBERS}) -> Tensor"
+)
+def _couple_detached(*tensors, **numbers):
+    with torch.no_grad():
+        return _couple(_Pairs._make(tensors), Options(**numbers))
+
+
+@_couple_detached.register_fake
+def _(anchors, candidates, *_, **__):
+    return anchors.new_empty(len(candidates))
+
+
+def _as_one_process(value, reduction, group):
+    """Give the loss of all ranks its value, and a gradient that is right once ranks average it."""
+    ranks = distributed.get_world_size(group)
+    total = value.detach().clone()
+    distributed.all_reduce(total, group=group)
+    if reduction == "mean":
+        total = total / ranks
     else:
-        p, q = torch.mul(cosines, (1 + c) / t, out=scratch), cosines.mul_(c / t)
-        if g is not None:
-            p += g
-            q += g
-        mean = _logsumexp_(p, -1, 0 if g is None else None) - _logsumexp_(
-            q, -1, 0 if g is None else None
-        )
-        torch.lerp(q, p, 1.0 if detached else 1 + c, out=cosines)
-    return mean + nearest[:, 0] / t, log_n
-
-
-def _potential(pairs, group, epsilon, cost, kappa):
-    """Compute the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
-    everyone = copy.copy(pairs)
-    for name in ("anchors", "positives", "own", "mask", "label"):
-        setattr(everyone, name, gather(getattr(pairs, name), group))
-    a, n = len(everyone.anchors), len(everyone.candidates)
-
-    def blocks():
-        for rows in _slices(a, max(1, 2**20 // n)):
-            pos_cosines, cosines = (
-                _dot(everyone.anchors[rows], x)  # (a, M), (a, N)
-                for x in (everyone.positives[rows], everyone.candidates)
-            )
-            yield everyone.exclude_(
-                _log_kernel(cosines, epsilon, cost, kappa), rows, pos_cosines, cosines
-            )
-
-    kernel = list(blocks()) if torch.is_grad_enabled() or a * n <= 2**24 else None  # in each step
-    return sinkhorn(lambda: kernel or blocks())[1]
+        value = ranks * value
+    return value + (total - value).detach()
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.rank, ctx.ranks = (
-            group,
-            distributed.get_rank(group),
-            distributed.get_world_size(group),
-        )
-        parts = [torch.empty_like(x) for _ in range(ctx.ranks)]
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
         distributed.all_gather(parts, x, group)
         return torch.cat(parts)
 
@@ -1039,152 +1212,176 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad):
         grad = grad.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(grad, group=ctx.group)
-        return grad.chunk(ctx.ranks)[ctx.rank], None
+        ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
+        return grad.chunk(ranks)[rank], None
 
 
-def gather(x, group):
-    """Concatenate the rows of every rank, in the order of the ranks; the gradient is summed over all.
-    With negatives=gather(y, group), own=rank * len(y) + torch.arange(len(y)), a rank's rows y are candidates
-    everywhere; the mean over ranks of their gradients is that of one process. Without a group: x itself."""
-    return x if group is None or x is None else _Gather.apply(x.contiguous(), group)
+def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+    """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
+    With negatives=gather(y, group), positive_index=rank * len(y) + torch.arange(len(y)), a rank's
+    rows y are candidates everywhere; the mean over ranks of their gradients is that of one process.
+    Without a group: x itself."""
+    if group is None or x is None:
+        return x
+    return _Gather.apply(x.contiguous(), group)
 
 
-# ---- 5. Views: random crops, flips and colours of a whole batch, on the images' device, with a gradient
+# ================================================================================================
+# Above is the loss. With a training loop of your own, copy that much. Below are encoders and their
+# training: views, networks, generators, readouts, and the loops of the papers.
+# ================================================================================================
+# ---- 7. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
 
 def view(
-    images,
-    generator=None,
-    area=(0.2, 1.0),
-    ratio=(3 / 4, 4 / 3),
-    flip=0.5,
-    jitter=0.8,
-    brightness=0.4,
-    contrast=0.4,
-    saturation=0.4,
-    hue=0.1,
-    gray=0.2,
-    blur=0.0,
-    sigma=(0.1, 2.0),
-):
-    """Draw one random view of every image: resized crop, flip, colour jitter, grayscale, blur.
-    images (B, 3, H, W), uint8 or floats in [0, 1] → floats in [0, 1] of the same shape, differentiable.
+    images: Tensor,
+    generator: torch.Generator | None = None,
+    area: tuple = (0.2, 1.0),
+    ratio: tuple = (3 / 4, 4 / 3),
+    flip: float = 0.5,
+    jitter: float = 0.8,
+    brightness: float = 0.4,
+    contrast: float = 0.4,
+    saturation: float = 0.4,
+    hue: float = 0.1,
+    gray: float = 0.2,
+    blur: float = 0.0,
+    sigma: tuple = (0.1, 2.0),
+) -> Tensor:
+    """Draw one random view of every image: a resized crop, a flip, colour jitter, grayscale, blur.
+    images (B, 3, H, W), uint8 or floats in [0, 1] → floats in [0, 1] of the same shape, float64 for
+    float64 and float32 for all others. The view has a gradient in the images.
     generator    on the images' device; a view is one draw, so the generator's state replays it
-    area, ratio  ranges of the crop's share of the image and of its aspect (clipped to the image)
-    flip, jitter, gray, blur          probabilities of a mirror image, colour jitter, no colour, a blur
-    brightness, contrast, saturation  x: factors are drawn from [1 − x, 1 + x]
-    hue, sigma   turns of the colour circle, from [−x, x]; range of the blur's standard deviation in pixels
-    Defaults are [6]'s for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one affine map of luma
-    and chroma, so its parts commute and the result is clipped once. Ref: [6] App. A; [3] 3.1"""
-    x, (b, _, height, width) = _floats(images), images.shape
-    u = (
-        torch.rand(b, 13, generator=generator, device=x.device, dtype=torch.float32)
-        .to(x.dtype)
-        .unbind(1)
+    area         range of the crop's share of the image
+    ratio        range of the crop's width / height; the crop is clipped to the image
+    flip, jitter, gray, blur    probabilities of a mirror image, colour jitter, no colour, a blur
+    brightness, contrast, saturation    x: each factor is drawn from [1 − x, 1 + x]
+    hue          x: the turn of the colour circle is drawn from [−x, x], 1 is a full turn
+    sigma        range of the blur's standard deviation, in pixels
+    Defaults are those of [6] for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one
+    affine map of luma and chroma, so its parts commute and the result is clipped once.
+    Ref: [6] App. A; [3] 3.1"""
+    x = _floats(images)
+    draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32).to(
+        x.dtype
     )
-    between = lambda low, high, r: low + (high - low) * r  # noqa: E731
     # crop and flip: where each pixel of the view comes from, in coordinates from −1 to 1
-    share, aspect = (
-        between(*area, u[0]),
-        torch.exp(between(math.log(ratio[0]), math.log(ratio[1]), u[1])),
-    )
-    w, h = (share * aspect).sqrt().clamp_max(1), (share / aspect).sqrt().clamp_max(1)
-    zero, mirror = torch.zeros_like(w), 1 - 2 * (u[4] < flip).to(x.dtype)
-    theta = torch.stack(
-        [w * mirror, zero, (1 - w) * (2 * u[2] - 1), zero, h, (1 - h) * (2 * u[3] - 1)], 1
-    )
-    grid = F.affine_grid(theta.view(b, 2, 3), x.shape, align_corners=False)
+    for_area, for_ratio, for_x, for_y, for_flip = draws[:, :5].unbind(1)  # (B,) each
+    share = _between(for_area, *area)
+    aspect = _between(for_ratio, math.log(ratio[0]), math.log(ratio[1])).exp()
+    width = (share * aspect).sqrt().clamp_max(1)  # 1 is the whole image
+    height = (share / aspect).sqrt().clamp_max(1)
+    center_x = (1 - width) * (2 * for_x - 1)
+    center_y = (1 - height) * (2 * for_y - 1)
+    mirror = 1 - 2 * (for_flip < flip).to(x.dtype)  # −1 for a mirror image
+    zero = torch.zeros_like(width)
+    theta = torch.stack([width * mirror, zero, center_x, zero, height, center_y], 1)
+    grid = F.affine_grid(theta.view(-1, 2, 3), x.shape, align_corners=False)  # (B, H, W, 2)
     x = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
-    # colour: rgb → yiq, scale and turn chroma, → rgb, as one matrix and one offset for each image
-    on = (u[5] < jitter).to(x.dtype)
-    light, strong, vivid = (
-        1 + on * between(-s, s, r)
-        for s, r in ((brightness, u[6]), (contrast, u[7]), (saturation, u[8]))
-    )
-    turn, vivid = on * between(-hue, hue, u[9]) * 2 * math.pi, vivid * (u[10] >= gray)
-    cos, sin, one = turn.cos() * vivid, turn.sin() * vivid, torch.ones_like(turn)
-    chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(b, 3, 3)
-    to_yiq = torch.tensor(
-        [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]],
-        device=x.device,
-    )  # luma, and two axes of chroma
-    to_rgb, to_yiq = torch.linalg.inv(to_yiq).to(x.dtype), to_yiq.to(x.dtype)
-    luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,)
-    x = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
-    x = (light * strong)[:, None, None] * x + ((1 - strong) * luma)[:, None, None]
-    x = x.view(b, 3, height, width)
-    return (_blur(x, between(*sigma, u[11]), u[12] < blur) if blur > 0 else x).clamp(0, 1)
+    # colour: rgb → yiq, scale and turn chroma, → rgb: one matrix and one offset for each image
+    for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws[:, 5:11].unbind(1)
+    changed = (for_jitter < jitter).to(x.dtype)  # 1 or 0
+    light = 1 + changed * _between(for_light, -brightness, brightness)
+    spread = 1 + changed * _between(for_contrast, -contrast, contrast)
+    colour = 1 + changed * _between(for_colour, -saturation, saturation)
+    colour = colour * (for_gray >= gray)
+    angle = changed * _between(for_hue, -hue, hue) * 2 * math.pi
+    cos = angle.cos() * colour
+    sin = angle.sin() * colour
+    one = torch.ones_like(cos)
+    chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
+    to_yiq, to_rgb = _colour_maps(x.device, x.dtype)
+    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,): contrast keeps it
+    pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
+    pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
+    x = pixels.view_as(x)
+    if blur > 0:
+        x = _blur(x, _between(draws[:, 11], *sigma), draws[:, 12] < blur)
+    return x.clamp(0, 1)
 
 
-def _floats(images):
-    return images / 255 if images.dtype == torch.uint8 else images
+def _floats(images):  # half precision is too coarse for the coordinates of pixels
+    if images.dtype == torch.uint8:
+        return images / 255
+    return _upcast(images)
 
 
-def _blur(x, sigma, chosen):
-    """Blur the chosen images, each with its own standard deviation in pixels, one axis after the other."""
-    radius = max(1, x.shape[-1] // 20)  # a kernel a tenth as wide as the image: [6]
+def _between(draw, low, high):
+    return low + (high - low) * draw
+
+
+@functools.lru_cache
+def _colour_maps(device, dtype):
+    """Make two maps (3, 3): from rgb to luma and two axes of chroma, and back.
+    Each device and dtype gets them once, as a copy to a device makes the host wait."""
+    rows = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
+    with torch.inference_mode(False):  # tensors made in inference mode could not serve training
+        to_yiq = torch.tensor(rows, device=device, dtype=torch.float32)
+        return to_yiq.to(dtype), torch.linalg.inv(to_yiq).to(dtype)
+
+
+def _blur(x, deviation, chosen):
+    """Blur the chosen images, each with its own deviation in pixels, one axis after the other."""
+    height, width = x.shape[2:]
+    radius = max(1, width // 20)  # a kernel a tenth as wide as the image: [6]
     steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
-    kernel = torch.softmax(-((steps / sigma[:, None]) ** 2) / 2, 1)
-    kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))[:, :, None, None, None]
-    padded = F.pad(x, (radius,) * 4, mode="reflect")
-    rows = sum(kernel[:, k] * padded[:, :, k : k + x.shape[2]] for k in range(len(steps)))
-    return sum(kernel[:, k] * rows[:, :, :, k : k + x.shape[3]] for k in range(len(steps)))
+    kernel = torch.softmax(-((steps / deviation[:, None]) ** 2) / 2, 1)  # (B, 2·radius + 1)
+    kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
+    weights = kernel[:, :, None, None, None].unbind(1)  # (B, 1, 1, 1) each
+    x = F.pad(x, (radius,) * 4, mode="reflect")
+    x = sum(weight * x[:, :, k : k + height] for k, weight in enumerate(weights))
+    return sum(weight * x[:, :, :, k : k + width] for k, weight in enumerate(weights))
 
 
-# ---- 6. Encoders: a backbone and a projection head; the memory of embeddings; one step of an optimizer
+# ---- 8. Encoders: a backbone and a projection head; the memory of embeddings; an optimizer's step
 
 
 class Encoder(nn.Module):
-    """Map images (B, 3, H, W) in [0, 1] to features (B, self.features), and these to embeddings (B, dim).
-    name: "small" (four convolutions, for a CPU), "resnet18" or "resnet50"; dim: of the embedding;
-    size: side of the images. After training, use the features. For images of at most 64 pixels torchvision's
-    networks get a 3 × 3 first convolution and no max-pooling. Ref: [6] App. B.9; [1] App. C"""
+    """Map images (B, 3, H, W) in [0, 1] to features (B, self.features) and embeddings (B, dim).
+    name: "small" (four convolutions, for a CPU), "resnet18" or "resnet50" (these need torchvision);
+    dim: of the embeddings; size: H = W, in pixels, even for "small". Embeddings are not normalised.
+    After training, use the features. For images of at most 64 pixels, torchvision's networks get a
+    3 × 3 first convolution and no max-pooling. Ref: [6] App. B.9; [1] App. C"""
 
-    def __init__(self, name="small", dim=128, size=32):
+    def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
-        _require(
-            name in ("small", "resnet18", "resnet50"),
-            "encoder",
-            name,
-            "small, resnet18 or resnet50",
-        )
-        _require(size % 2 == 0 or name != "small", "size", size, "even for the small encoder")
         self.name, self.dim, self.size = name, dim, size
+        known = ("small", "resnet18", "resnet50")
+        _require(name in known, "encoder", name, "small, resnet18 or resnet50")
         if name == "small":
+            _require(size % 2 == 0, "size", size, "even for the small encoder")
             layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels at once: half the work
             for before, after, stride in ((12, 32, 1), (32, 64, 2), (64, 128, 2), (128, 256, 1)):
-                layers += [
-                    nn.Conv2d(before, after, 3, stride, padding=1, bias=False),
-                    nn.BatchNorm2d(after),
-                    nn.ReLU(inplace=True),
-                ]
+                convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+                layers += [convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
             self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
             self.features = 256
         else:
             from torchvision import models
 
-            self.backbone = getattr(models, name)(weights=None)
-            self.features, self.backbone.fc = self.backbone.fc.in_features, nn.Identity()
+            self.backbone = getattr(models, name)()
+            self.features = self.backbone.fc.in_features
+            self.backbone.fc = nn.Identity()
             if size <= 64:
                 self.backbone.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
                 self.backbone.maxpool = nn.Identity()
         hidden = max(self.features, 2 * dim)
-        self.head = nn.Sequential(
-            nn.Linear(self.features, hidden), nn.ReLU(True), nn.Linear(hidden, dim)
-        )
+        first, last = nn.Linear(self.features, hidden), nn.Linear(hidden, dim)
+        self.head = nn.Sequential(first, nn.ReLU(inplace=True), last)
 
-    def forward(self, images):
+    def forward(self, images: Tensor) -> tuple:
         features = self.backbone(4 * images - 2)  # about mean 0 and variance 1
         return features, self.head(features)
 
 
 class MemoryBank(nn.Module):
-    """Remember one unit row for every training image: row_i ← m row_i + (1 − m) z_i, back on the unit sphere.
-    rows: the first ones (K, D), such as the untrained encoder's embeddings; random rows would be noise.
-    momentum: m in [0, 1). The buffer `rows` has no gradient. `Bank.step` and `Queue.step` show its use, as a
-    bank with `update`, as a queue of the last K embeddings with `push`. Ref: [4] 5.1; [8]"""
+    """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
+    rows: the first ones (K, D), such as the untrained encoder's embeddings; random rows would be
+    noise. momentum: m in [0, 1). The buffer `rows` has no gradient. `Bank` has one row for every
+    training image and calls `update`. `Queue` has the last K embeddings and calls `push`.
+    Ref: [4] 5.1; [8]"""
 
-    def __init__(self, rows, momentum=0.5):
+    def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
         self.momentum = momentum
@@ -1192,48 +1389,67 @@ class MemoryBank(nn.Module):
         self.register_buffer("oldest", torch.zeros((), dtype=torch.long, device=rows.device))
 
     @torch.no_grad()
-    def update(self, index, z):
-        """Move the rows at index (B,) towards their embeddings z (B, D), after the optimizer's step.
-        An index that comes more than once moves its row once, towards the mean of its embeddings."""
+    def update(self, index: Tensor, z: Tensor) -> None:
+        """Move the rows at index (B,) towards embeddings z (B, D), once the encoder has moved.
+        A row whose index comes more than once moves once, to the mean of its embeddings."""
         z = unit(_upcast(z))
-        same = (index[:, None] == index).to(z.dtype)
+        same = (index[:, None] == index).to(z.dtype)  # (B, B)
         with torch.autocast(z.device.type, enabled=False):
             z = (same @ z) / same.sum(1)[:, None]
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * z
         self.rows[index] = unit(moved).to(self.rows.dtype)
 
     @torch.no_grad()
-    def push(self, z):
+    def push(self, z: Tensor) -> None:
         """Replace the oldest B rows by embeddings z (B, D): first in, first out."""
-        z = unit(_upcast(z))[-len(self.rows) :]  # two new rows for one place would be ambiguous
-        places = (self.oldest + torch.arange(len(z), device=z.device)) % len(self.rows)
+        size = len(self.rows)
+        z = unit(_upcast(z))[-size:]  # two new rows for one place would be ambiguous
+        places = (self.oldest + torch.arange(len(z), device=z.device)) % size
         self.rows[places] = z.to(self.rows.dtype)
-        self.oldest.copy_((self.oldest + len(z)) % len(self.rows))
+        self.oldest.add_(len(z)).remainder_(size)
 
 
 @torch.no_grad()
-def follow(follower, leader, momentum):
-    """Move parameters and buffers towards another network's: θ' ← m θ' + (1 − m) θ. Ref: [8]; [3] Eq. 7"""
-    for mine, other in zip(follower.state_dict().values(), leader.state_dict().values()):
-        mine.lerp_(other, 1 - momentum) if mine.is_floating_point() else mine.copy_(other)
+def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
+    """Move parameters and buffers towards another network's: θ' ← m θ' + (1 − m) θ.
+    Both networks have the same layers. Integers are copied. Ref: [8]; [3] Eq. 7"""
+    leaders = leader.state_dict()
+    for name, value in follower.state_dict().items():
+        if value.is_floating_point():
+            value.lerp_(leaders[name], 1 - momentum)
+        else:
+            value.copy_(leaders[name])
 
 
-def _descend(loss, optimizer, name, group=None):
-    """Step an optimizer, gradients averaged over ranks; raise if the loss of `name` is not finite."""
-    if not loss.isfinite():
-        raise FloatingPointError(f"the loss of the {name} is {float(loss.detach())}")
+def _descend(loss, optimizer, name, group=None, read=False):
+    """Step an optimizer, gradients averaged over ranks.
+    FloatingPointError if the loss of `name` is not finite. On a CPU every step looks. A look makes
+    the host wait for a device, so there only steps look that the caller marks by `read`."""
+    if (read or _may_read(loss)) and not loss.isfinite():
+        raise FloatingPointError(f"the loss of the {name} is {loss.item()}")
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
         optimizer.zero_grad()
         loss.backward()
-        for parameter in (p for part in optimizer.param_groups for p in part["params"]):
-            if group is not None and parameter.grad is not None:
-                distributed.all_reduce(parameter.grad, group=group)
-                parameter.grad /= distributed.get_world_size(group)
+        if group is not None:
+            _average_gradients(optimizer, group)
         optimizer.step()
-    torch.clear_autocast_cache()  # it caches weights; later calls need new ones
+    torch.clear_autocast_cache()  # it holds the weights of before; later calls need the new ones
 
 
-# ---- 7. Generators: hard samples that are made instead of found, by a game against the encoder
+def _average_gradients(optimizer, group):
+    """Average gradients over ranks, all in one tensor: one long message is faster than many."""
+    gradients = []
+    for part in optimizer.param_groups:
+        gradients += [x.grad for x in part["params"] if x.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    distributed.all_reduce(flat, group=group)
+    flat /= distributed.get_world_size(group)
+    means = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, mean in zip(gradients, means, strict=True):
+        gradient.copy_(mean.view_as(gradient))
+
+
+# ---- 9. Generators: hard samples that are made instead of found, by a game against the encoder
 
 
 class _Residual(nn.Module):
@@ -1241,7 +1457,8 @@ class _Residual(nn.Module):
 
     def __init__(self, residual, shortcut):
         super().__init__()
-        self.residual, self.shortcut = nn.Sequential(*residual), nn.Sequential(*shortcut)
+        self.residual = nn.Sequential(*residual)
+        self.shortcut = nn.Sequential(*shortcut)
 
     def forward(self, x):
         return self.residual(x) + self.shortcut(x)
@@ -1253,427 +1470,488 @@ def _conv(before, after, kernel=3):
 
 def _up(before, after):
     """Double the side: [9] Fig. 15(b), without class labels."""
-    return _Residual(
-        [
-            nn.BatchNorm2d(before),
-            nn.ReLU(),
-            nn.Upsample(scale_factor=2),
-            _conv(before, after),
-            nn.BatchNorm2d(after),
-            nn.ReLU(),
-            _conv(after, after),
-        ],
-        [_conv(before, after, 1), nn.Upsample(scale_factor=2)],
-    )
+    residual = [
+        nn.BatchNorm2d(before),
+        nn.ReLU(),
+        nn.Upsample(scale_factor=2),
+        _conv(before, after),
+        nn.BatchNorm2d(after),
+        nn.ReLU(),
+        _conv(after, after),
+    ]
+    return _Residual(residual, [_conv(before, after, 1), nn.Upsample(scale_factor=2)])
 
 
-def _down(before, after, first=False, pool=nn.AvgPool2d(2)):
-    """Halve the side: [9] Fig. 15(c). The first block sees the image and has no ReLU before it."""
-    return _Residual(
-        [*[nn.ReLU()] * (not first), _conv(before, after), nn.ReLU(), _conv(after, after), pool],
-        [pool, _conv(before, after, 1)],
-    )
+def _down(before, after, first=False, last=False):
+    """Halve the side, but not in the last block: [9] Fig. 15(c).
+    The first block sees the image, and a ReLU before it would cut off half of the image."""
+    pool = nn.Identity() if last else nn.AvgPool2d(2)
+    residual = [_conv(before, after), nn.ReLU(), _conv(after, after), pool]
+    if not first:
+        residual.insert(0, nn.ReLU())
+    return _Residual(residual, [pool, _conv(before, after, 1)])
 
 
-def _widths(
-    size, width
-):  # channels at the sides size, size / 2, …, 4: doubled, up to four times width
-    _require(
-        size >= 8 and size & (size - 1) == 0,
-        "size",
-        size,
-        "a power of two of at least 8, such as 32",
-    )
+def _widths(size, width):
+    """List the channels at the sides size, size / 2, …, 4: doubled, up to four times width."""
+    valid = size >= 8 and size.bit_count() == 1
+    _require(valid, "size", size, "a power of two of at least 8, such as 32")
     _require(width >= 1, "width", width, "at least 1")
     return [width * min(2**k, 4) for k in range(size.bit_length() - 2)]
 
 
 class Generator(nn.Module):
     """Map latents (B, latent) from N(0, I) to images (B, 3, size, size) in [0, 1], float32.
-    size: a power of two, at least 8; width: channels at full size, 16 for a CPU, 64 for a GPU. Residual
-    blocks double the side from 4 × 4 on; weights are spectrally normalised. Ref: [9] Fig. 15; [3] 4"""
+    size: a power of two, at least 8; width: channels at full size, 16 for a CPU, 64 for a GPU.
+    Residual blocks double the side from 4 × 4 on. Weights are spectrally normalised.
+    Ref: [9] Fig. 15; [3] 4"""
 
-    def __init__(self, size=32, width=16, latent=64):
+    def __init__(self, size: int = 32, width: int = 16, latent: int = 64):
         super().__init__()
         _require(latent >= 1, "latent", latent, "at least 1")
-        self.latent, widths = latent, _widths(size, width)[::-1]
+        self.latent = latent
+        widths = _widths(size, width)[::-1]
         self.first = spectral_norm(nn.Linear(latent, 16 * widths[0]))
-        blocks = [*map(_up, widths, widths[1:]), nn.BatchNorm2d(width), nn.ReLU(), _conv(width, 3)]
-        self.blocks = nn.Sequential(*blocks)
+        blocks = [_up(before, after) for before, after in pairwise(widths)]
+        self.blocks = nn.Sequential(*blocks, nn.BatchNorm2d(width), nn.ReLU(), _conv(width, 3))
 
-    def forward(self, z):
+    def forward(self, z: Tensor) -> Tensor:
         x = self.first(z).view(len(z), -1, 4, 4).contiguous(memory_format=torch.channels_last)
-        return torch.sigmoid(_upcast(self.blocks(x)))
+        return _upcast(self.blocks(x)).sigmoid()
 
 
 class Discriminator(nn.Module):
-    """Score images (B, 3, size, size) in [0, 1] → (B,), float32: the higher, the more real they look.
-    size and width as of `Generator`: residual blocks halve the side down to 4 × 4. Ref: [9] Fig. 15"""
+    """Score images (B, 3, size, size) in [0, 1] → (B,), float32: a higher score looks more real.
+    size and width as of `Generator`. Residual blocks halve the side down to 4 × 4.
+    Ref: [9] Fig. 15"""
 
-    def __init__(self, size=32, width=16):
+    def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
-        widths = [3, *_widths(size, width)]
-        blocks = [
-            _down(before, after, not k)
-            for k, (before, after) in enumerate(zip(widths, widths[1:-1]))
-        ]
-        blocks.append(_down(widths[-2], widths[-1], pool=nn.Identity()))
-        self.blocks, self.last = (
-            nn.Sequential(*blocks, nn.ReLU()),
-            spectral_norm(nn.Linear(widths[-1], 1)),
-        )
+        widths = _widths(size, width)
+        blocks = [_down(3, widths[0], first=True)]
+        blocks += [_down(before, after) for before, after in pairwise(widths[:-1])]
+        blocks.append(_down(widths[-2], widths[-1], last=True))
+        self.blocks = nn.Sequential(*blocks, nn.ReLU())
+        self.last = spectral_norm(nn.Linear(widths[-1], 1))
 
-    def forward(self, images):
-        x = self.blocks((2 * images - 1).contiguous(memory_format=torch.channels_last))
+    def forward(self, images: Tensor) -> Tensor:
+        x = _upcast(self.blocks(2 * images - 1)).sum((2, 3))  # (B, channels)
         with torch.autocast(x.device.type, enabled=False):
-            return self.last(_upcast(x).sum((2, 3)))[:, 0]
+            return self.last(x)[:, 0]
 
 
-def hinge_discriminator(real, fake):
+def hinge_discriminator(real: Tensor, fake: Tensor) -> Tensor:
     """Compute L_D = E max(0, 1 − D(x)) + E max(0, 1 + D(G(z))) from scores (B,). Ref: [3] Eq. 5"""
     return F.relu(1 - real).mean() + F.relu(1 + fake).mean()
 
 
-def hinge_generator(fake):
-    """Compute L_G = −E D(G(z)) from scores (B,). Ref: [3] Eq. 5, which leaves f_G open; −x is that of [9]"""
+def hinge_generator(fake: Tensor) -> Tensor:
+    """Compute L_G = −E D(G(z)) from scores (B,).
+    Ref: [3] Eq. 5, which leaves f_G open; −x is that of [9]"""
     return -fake.mean()
 
 
-def diversity(images, real):
-    """Divide mean distances to the nearest other image: 1 is as diverse as the real ones, 0 all alike."""
-    one, other = (
-        torch.cdist(x, x).fill_diagonal_(INF).amin(1).mean()
-        for x in (_upcast(images.detach()).flatten(1), _upcast(real.detach()).flatten(1))
-    )
-    return one / other
+def diversity(images: Tensor, real: Tensor) -> Tensor:
+    """Divide the mean distance of generated images to the nearest other one by that of real ones.
+    images, real (B, 3, H, W), B ≥ 2. 1: as diverse as the real ones; 0: all alike. Cost: B² 3HW"""
+    return _mean_nearest_distance(images) / _mean_nearest_distance(real)
+
+
+def _mean_nearest_distance(images):
+    rows = _upcast(images.detach()).flatten(1)
+    distances = torch.cdist(rows, rows).fill_diagonal_(INF)
+    return distances.amin(1).mean()
 
 
 class Game(nn.Module):
     """Play against the encoder: G makes samples that are hard for it, D keeps them looking real.
-    pairs       a latent gives two images, G(z) and G_ema(z), each other's positives; if False, G(z) alone
-    ascent      G ascends the encoder's loss; if False, it plays against D alone. Both False: "CL-GAN"
+    pairs       a latent gives two images, G(z) and G_ema(z), each other's positives; else one
+    ascent      G ascends the encoder's loss; else it plays against D alone. Neither: "CL-GAN"
     momentum    m of G_ema, in [0, 1)
     pretrain    epochs of G and D alone before the encoder begins
-    every, batch_size  encoder's steps for each of the generator's; images of each kind in a step of D
-    lr, ascent_lr   Adam's learning rates, of the hinge losses and of the ascent
-    Its state_dict holds networks and optimizers. The numbers suit short runs on a CPU. Ref: [3] 3.1, 3.2"""
+    every       encoder's steps for each of the generator's
+    batch_size  images of each kind in a step of D, at least 2
+    lr          learning rate of Adam for the hinge losses; ascent_lr: for the ascent
+    Its state_dict holds networks and optimizers. The numbers suit short runs on a CPU.
+    Ref: [3] 3.1, 3.2"""
 
     def __init__(
         self,
-        size=32,
-        width=16,
-        latent=64,
-        pairs=True,
-        ascent=True,
-        momentum=0.99,
-        pretrain=10,
-        every=4,
-        batch_size=64,
-        lr=4e-4,
-        ascent_lr=1e-4,
+        size: int = 32,
+        width: int = 16,
+        latent: int = 64,
+        pairs: bool = True,
+        ascent: bool = True,
+        momentum: float = 0.99,
+        pretrain: int = 10,
+        every: int = 4,
+        batch_size: int = 64,
+        lr: float = 4e-4,
+        ascent_lr: float = 1e-4,
     ):
         super().__init__()
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
-        for name, x, least in (
-            ("pretrain", pretrain, 0),
-            ("every", every, 1),
-            ("batch_size", batch_size, 2),
-        ):
-            _require(x >= least, name, x, f"at least {least}")
-        self.pairs, self.ascent, self.momentum, self.pretrain = pairs, ascent, momentum, pretrain
-        self.size, self.every, self.batch_size = size, every, batch_size
-        self.G, self.D = Generator(size, width, latent), Discriminator(size, width)
+        _require(pretrain >= 0, "pretrain", pretrain, "at least 0")
+        _require(every >= 1, "every", every, "at least 1")
+        _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
+        self.size = size
+        self.pairs = pairs
+        self.ascent = ascent
+        self.momentum = momentum
+        self.pretrain = pretrain
+        self.every = every
+        self.batch_size = batch_size
+        self.G = Generator(size, width, latent)
+        self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
         self.to(memory_format=torch.channels_last)
+        betas = (0.0, 0.999)
         self.optimizers = {
-            name: torch.optim.Adam(
-                network.parameters(), rate, betas=(0.0, 0.999), maximize=name == "ascent"
-            )
-            for name, network, rate in (
-                ("G", self.G, lr),
-                ("D", self.D, lr),
-                ("ascent", self.G, ascent_lr),
-            )
+            "G": torch.optim.Adam(self.G.parameters(), lr, betas),
+            "D": torch.optim.Adam(self.D.parameters(), lr, betas),
+            "ascent": torch.optim.Adam(self.G.parameters(), ascent_lr, betas, maximize=True),
         }
 
-    def latents(self, n, generator=None):
+    def latents(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw latents (n, latent) from N(0, I)."""
-        return torch.randn(n, self.G.latent, generator=generator, device=self.G.first.bias.device)
+        device = self.G.first.bias.device
+        return torch.randn(n, self.G.latent, generator=generator, device=device)
 
-    def sample(self, n, generator=None):
+    def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
         """Generate n images: pairs G(z_k), G_ema(z_k) of n // 2 latents, or n images of G alone.
-        → images (n, 3, size, size) in [0, 1], with G's gradient and none of G_ema; the index of each image's
-        latent (n,). Pairs of an odd n lose one image. Ref: [3] Eq. 6"""
+        → images (n, 3, size, size) in [0, 1], with a gradient in G and none in G_ema; the index of
+        each image's latent (n,). Pairs of an odd n have one image fewer. Ref: [3] Eq. 6"""
         z = self.latents(n // 2 if self.pairs else n, generator)
         index = torch.arange(len(z), device=z.device)
         if not self.pairs:
             return self.G(z), index
-        with torch.no_grad():
-            followers = self.G_ema(z)
-        return torch.cat([self.G(z), followers]), index.repeat(2)
+        return torch.cat([self.G(z), self.G_ema(z)]), index.repeat(2)
 
-    def imitate(self, images, generator=None):
-        """Step D on real images (B, 3, size, size) and generated ones, and step G against it.
-        → figures {"d_loss", "g_loss", "diversity"}. Ref: [3] Eq. 5"""
+    def imitate(
+        self, images: Tensor, generator: torch.Generator | None = None, read: bool = False
+    ) -> dict:
+        """Step D on real images (B, 3, size, size) and generated ones, then step G against it.
+        → figures {"d_loss", "g_loss", "diversity"}. FloatingPointError if a loss is not finite; a
+        device is asked only with `read`. Ref: [3] Eq. 5"""
         images = _floats(images[: self.batch_size])
-        _require(
-            images.shape[2:] == (self.size, self.size),
-            "images",
-            f"of shape {tuple(images.shape)}",
-            f"(B, 3, {self.size}, {self.size}) in a game of this size",
-        )
         fake = self.G(self.latents(len(images), generator))
+        shape = f"of shape {tuple(images.shape)}"
+        _require(images.shape == fake.shape, "images", shape, f"of shape {tuple(fake.shape)}")
         d_loss = hinge_discriminator(self.D(images), self.D(fake.detach()))
-        _descend(d_loss, self.optimizers["D"], "discriminator")
-        g_loss = hinge_generator(
-            self.D.requires_grad_(False)(fake)
-        )  # D only passes the gradient on
-        _descend(g_loss, self.optimizers["G"], "generator")
+        _descend(d_loss, self.optimizers["D"], "discriminator", read=read)
+        self.D.requires_grad_(False)  # D only passes the gradient on
+        g_loss = hinge_generator(self.D(fake))
+        _descend(g_loss, self.optimizers["G"], "generator", read=read)
         self.D.requires_grad_(True)
-        figures = {"d_loss": d_loss, "g_loss": g_loss, "diversity": diversity(fake, images)}
-        return {name: figure.detach() for name, figure in figures.items()}
+        return {
+            "d_loss": d_loss.detach(),
+            "g_loss": g_loss.detach(),
+            "diversity": diversity(fake, images),
+        }
 
-    def follow(self):
+    def follow(self) -> None:
         """Let G_ema follow G. Ref: [3] Eq. 7"""
         follow(self.G_ema, self.G, self.momentum)
-        for module in filter(is_parametrized, self.G_ema.modules()):
-            module.weight  # reading it is a power iteration; averaged singular vectors need one
+        for module in self.G_ema.modules():
+            if is_parametrized(module):
+                _ = module.weight  # a read is a power iteration; averaged singular vectors need one
 
-    def get_extra_state(self):  # for state_dict
+    def get_extra_state(self):
+        """Return what state_dict() holds beside the networks: the state of the optimizers."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def set_extra_state(self, state):
+        """Load such a state; load_state_dict() calls it."""
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
 
 
-# ---- 8. Readouts: what an encoder has learned, in numbers; none of them changes it
+# ---- 10. Readouts: what an encoder has learned, in numbers; none of them changes it
 
 
 @torch.no_grad()
-def embed(encoder, images, batch_size=500):
-    """Embed images without augmentation: features (n, features) and unit embeddings (n, dim), float32.
-    The encoder works in eval mode and returns to its own: no gradient, and no BatchNorm buffer changes."""
+def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
+    """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
+    images (n, 3, H, W), on any device. The encoder works in eval mode and returns to its own modes:
+    there is no gradient, and no BatchNorm buffer changes."""
     modes = {module: module.training for module in encoder.modules()}
     encoder.eval()
     device = next(encoder.parameters()).device
-    features, z = zip(*(encoder(_floats(part.to(device))) for part in images.split(batch_size)))
+    outputs = [encoder(_floats(part.to(device))) for part in images.split(batch_size)]
     for module, mode in modes.items():
         module.training = mode
+    features, z = zip(*outputs, strict=True)
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
 
-def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5):
-    """Classify by a vote of the k nearest by cosine, each with weight e^{cos/t}; accuracy in percent.
-    train (n, D), test (m, D), labels (n,), (m,). k is at most n. k and t are those of [1]'s code."""
-    train, k, right = unit(train.float()), min(k, len(train)), 0
-    for x, y in zip(unit(test.float()).split(1000), test_labels.split(1000)):
-        cosines, index = (x @ train.T).topk(k)  # (1000, k)
-        votes = (cosines / temperature).exp()[..., None] * F.one_hot(train_labels)[index]
-        right += (votes.sum(1).argmax(1) == y).sum()
+def knn_accuracy(
+    train: Tensor,
+    train_labels: Tensor,
+    test: Tensor,
+    test_labels: Tensor,
+    k: int = 200,
+    temperature: float = 0.5,
+) -> float:
+    """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
+    train (n, D), test (m, D), labels (n,), (m,). k is at most n. The defaults are [1]'s code's."""
+    train = unit(train.float())
+    members = F.one_hot(train_labels)  # (n, classes)
+    right = 0
+    parts = zip(unit(test.float()).split(1000), test_labels.split(1000), strict=True)
+    for rows, labels in parts:
+        cosines, index = (rows @ train.T).topk(min(k, len(train)))  # (1000, k)
+        votes = (cosines / temperature).exp()[..., None] * members[index]  # (1000, k, classes)
+        right += (votes.sum(1).argmax(1) == labels).sum()
     return 100 * float(right) / len(test)
 
 
-def linear_readout(train, train_labels, test, test_labels, l2=1e-3, max_steps=200):
-    """Classify by logistic regression on fixed features, mean cross-entropy + l2/2 ‖W‖²; accuracy in percent.
-    train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features. L-BFGS solves
-    the convex problem from zero to a gradient of at most 1e-4, or max_steps: nothing is random."""
-    train, test = train.detach(), test.detach()
+def linear_readout(
+    train: Tensor,
+    train_labels: Tensor,
+    test: Tensor,
+    test_labels: Tensor,
+    l2: float = 1e-3,
+    max_steps: int = 200,
+) -> float:
+    """Classify by logistic regression, mean cross-entropy + l2/2 ‖W‖² → accuracy in percent.
+    train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features. L-BFGS
+    solves the convex problem from zero to a gradient of at most 1e-4, or for max_steps: nothing is
+    random."""
     mean, std = train.mean(0), train.std(0)
-    std = std.masked_fill(std <= 1e-5 * train.abs().amax(0), INF)  # a constant feature becomes 0
-    x, classes = (train - mean) / std, int(train_labels.max()) + 1
-    w, bias = (
-        x.new_zeros(classes, x.shape[1]).requires_grad_(),
-        x.new_zeros(classes).requires_grad_(),
-    )
+    constant = std <= 1e-5 * train.abs().amax(0)
+    std = std.masked_fill(constant, INF)  # a constant feature becomes 0
+    x = ((train - mean) / std).detach()
+    classes = int(train_labels.max()) + 1
+    weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
+    bias = x.new_zeros(classes, requires_grad=True)
     solver = torch.optim.LBFGS(
-        [w, bias],
+        [weight, bias],
         max_iter=max_steps,
         tolerance_grad=1e-4,
-        tolerance_change=1e-9,
         history_size=20,
         line_search_fn="strong_wolfe",
     )
 
     def objective():
         solver.zero_grad()
-        value = F.cross_entropy(F.linear(x, w, bias), train_labels) + l2 / 2 * w.square().sum()
+        value = F.cross_entropy(F.linear(x, weight, bias), train_labels)
+        value = value + l2 / 2 * weight.square().sum()
         value.backward()
         return value.detach()
 
     solver.step(objective)
-    right = F.linear((test - mean) / std, w, bias).argmax(1) == test_labels
+    right = F.linear((test - mean) / std, weight, bias).argmax(1) == test_labels
     return 100 * float(right.float().mean())
 
 
 @torch.no_grad()
-def uniformity(z, t=2.0):
-    """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over pairs of different rows.
-    z (n, D) → from −4t (two antipodes) to 0 (one point). [4] plots its negative. Ref: [5]; [4] Eq. 10"""
-    z, n, sums = unit(_upcast(z)), len(z), []
-    for rows in _slices(n, 1000):
-        exponents = -t * (2 - 2 * z[rows] @ z.T)
-        exponents[:, rows].fill_diagonal_(-INF)  # no row pairs with itself
+def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
+    """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
+    z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D. [4] plots its negative.
+    Ref: [5]; [4] Eq. 10"""
+    z, n = unit(_upcast(z)), len(z)
+    sums = []
+    for k, rows in enumerate(z.split(1000)):
+        exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
+        exponents.diagonal(1000 * k).fill_(-INF)  # no row pairs with itself
         sums.append(exponents.logsumexp(1))
     return torch.cat(sums).logsumexp(0) - math.log(n) - math.log(n - 1)
 
 
 @torch.no_grad()
-def alignment(x, y):
+def alignment(x: Tensor, y: Tensor) -> Tensor:
     """Measure how near two views are: E ‖x_i − y_i‖², from 0 (equal) to 4 (opposite). Ref: [5]"""
     return (unit(_upcast(x)) - unit(_upcast(y))).square().sum(1).mean()
 
 
 @torch.no_grad()
-def tolerance(z, labels):
-    """Measure how near samples of one class are: the mean cosine of different rows that share a label.
-    z (n, D), labels (n,) → in [−1, 1]. Ref: [4] Eq. 11, over pairs of one label, as in its Table 1"""
+def tolerance(z: Tensor, labels: Tensor) -> Tensor:
+    """Measure how near samples of a class are: the mean cosine of pairs that share a label.
+    z (n, D), labels (n,) → in [−1, 1].
+    Ref: [4] Eq. 11, over pairs of one label, as in its Table 1"""
     z = unit(_upcast(z))
     members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
     sums, counts = members.T @ z, members.sum(0)
-    return (sums.square().sum() - z.square().sum()) / (
-        counts * (counts - 1)
-    ).sum()  # ‖Σ z‖²: all pairs
+    cosines = sums.square().sum() - z.square().sum()  # ‖Σ z‖² sums all pairs, equal rows too
+    pairs = (counts * (counts - 1)).sum()
+    return cosines / pairs
 
 
-# ---- 9. Training: methods, and one loop. A method has two calls:
+# ---- 11. Training: methods, and one loop. A method is an object with its own state and two calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
-# images (B, 3, H, W) and their places in the training set, index (B,); options go to the criterion. In a
-# method's pre-training encoder and loss are None. Once the encoder has moved: after_step() → figures.
+#     after_step() → figures, once the encoder has moved
+# images (B, 3, H, W) and their places in the training set, index (B,); options go to the criterion.
+# In a method's pre-training, encoder and loss are None.
 
 
 class SimCLR(nn.Module):
     """Contrast two random views of each image with those of the batch.
-    criterion: a ContrastiveLoss; view_options: of `view`; partners: (images, labels) of the training set, for
-    a second view of another image of the same class, "true positives". Ref: [6] Algorithm 1; [1] Fig. 2"""
+    criterion: a ContrastiveLoss; view_options: of `view`; partners: (images, labels) of the whole
+    training set: the second view then shows another image of the same class, a "true positive".
+    Ref: [6] Algorithm 1; [1] Fig. 2"""
 
     pretrain = 0  # epochs before the encoder begins
     follows = ()  # optimizers on the encoder's schedule
 
-    def __init__(self, criterion, view_options=None, partners=None):
+    def __init__(
+        self, criterion: nn.Module, view_options: dict | None = None, partners: tuple | None = None
+    ):
         super().__init__()
-        self.criterion, self.view_options, self.partners = criterion, view_options or {}, partners
+        self.criterion = criterion
+        self.view_options = view_options or {}
+        self.partners = partners
 
-    def embed_views(self, encoder, generator, *images):
-        """Embed a random view of each of several batches of images, in one pass → (B, D) for each."""
+    def embed_views(
+        self, encoder: Callable, generator: torch.Generator | None, *images: Tensor
+    ) -> tuple:
+        """Embed a random view of each of several batches of images, in one pass → (B, D) each."""
         views = torch.cat([view(x, generator, **self.view_options) for x in images])
-        return encoder(views.contiguous(memory_format=torch.channels_last))[1].chunk(len(images))
+        z = encoder(views.contiguous(memory_format=torch.channels_last))[1]
+        return z.chunk(len(images))
 
-    def contrast(self, *z, return_stats=False, **options):
-        """Compute the loss of embeddings, and a dict of its statistics."""
+    def contrast(self, *z: Tensor, return_stats: bool = False, **options) -> tuple:
+        """Compute the loss of embeddings, and its statistics, if asked for."""
         result = self.criterion(*z, return_stats=return_stats, **options)
-        return result if return_stats else (result, {})
+        if return_stats:
+            return result
+        return result, {}
 
-    def step(self, encoder, images, index, generator, **options):
+    def step(self, encoder, images, index, generator, **options) -> tuple:
         """Compute the loss of a batch, and figures."""
-        others = images if self.partners is None else self.others_of_class(index, generator)
-        return self.contrast(*self.embed_views(encoder, generator, images, others), **options)
+        others = images
+        if self.partners is not None:
+            others = self.others_of_class(index, generator)
+        z, other = self.embed_views(encoder, generator, images, others)
+        return self.contrast(z, other, **options)
 
-    def after_step(self):
+    def after_step(self) -> dict | None:
         """Update what the method owns, and return figures or None."""
 
-    def others_of_class(self, index, generator):
-        """Draw for each image another one of its class; itself if there is none, or without a label (−1)."""
+    def others_of_class(self, index: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw for each image another one of its class; itself if there is none, or no label (−1).
+        Partners on another device than the index make the host wait."""
         images, labels = self.partners
-        same = ((labels == labels[index, None]) & (labels >= 0)).float()  # (B, n)
-        other = torch.multinomial(same.scatter_(1, index[:, None], 1e-9), 1, generator=generator)[
-            :, 0
-        ]
+        same = (labels == labels[index, None]) & (labels >= 0)  # (B, n)
+        weights = same.float().scatter_(1, index[:, None], 1e-9)
+        weights /= torch.empty_like(weights).exponential_(generator=generator)
+        other = weights.argmax(1)  # torch.multinomial draws the same one, but reads values
         return images[other.to(images.device)].to(other.device)
 
 
 class Bank(SimCLR):
-    """Contrast one view of each image with its row of a memory bank; all other rows are the candidates.
-    images: the training set. Its embeddings less their mean are the first rows, as an untrained encoder maps
-    all images near one point. Ref: [4] Eq. 1, with the bank for its g"""
+    """Contrast one view of each image with its row of a memory bank; all other rows are candidates.
+    images: the training set. An untrained encoder maps all images near one point. So the first rows
+    are its embeddings less their mean. Ref: [4] Eq. 1, with the bank for its g"""
 
-    def __init__(self, criterion, encoder, images, momentum=0.5, view_options=None):
+    def __init__(
+        self,
+        criterion: nn.Module,
+        encoder: nn.Module,
+        images: Tensor,
+        momentum: float = 0.5,
+        view_options: dict | None = None,
+    ):
         super().__init__(criterion, view_options)
-        self.bank = MemoryBank((z := embed(encoder, images)[1]) - z.mean(0), momentum)
+        z = embed(encoder, images)[1]
+        self.bank = MemoryBank(z - z.mean(0), momentum)
 
     def step(self, encoder, images, index, generator, group=None, **options):
         z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
-        self.news = gather(index, group), gather(z.detach(), group)
+        self.seen_index, self.seen_z = gather(index, group), gather(z.detach(), group)
         return self.contrast(
             z,
             self.bank.rows[index],
             negatives=self.bank.rows,
-            own=index,
+            positive_index=index,
             normalize=False,
             group=group,
             **options,
         )
 
     def after_step(self):
-        self.bank.update(*self.news)
+        self.bank.update(self.seen_index, self.seen_z)
 
 
 class Queue(SimCLR):
-    """Contrast a view with one embedded by a slow copy of the encoder; candidates are the copy's embeddings
-    of this batch and earlier ones. size: how many earlier ones, fewer than there are images, as an older view
-    of the anchor's image is a false negative. momentum: of the copy, in [0, 1). Ref: [8] Algorithm 1, but the
-    copy is in eval mode, and this batch's keys are candidates: without them, age would give negatives away"""
+    """Contrast a view with a key, embedded by a slow copy of the encoder; keys are the candidates.
+    size: how many keys of earlier batches are candidates. Take fewer than there are images, as an
+    older key of the anchor's image is a false negative. momentum: of the copy, in [0, 1).
+    Ref: [8] Algorithm 1, but the copy is in eval mode, and this batch's keys are candidates, too:
+    without them, their age would tell negatives from positives."""
 
-    def __init__(self, criterion, encoder, images, size=4096, momentum=0.99, view_options=None):
+    def __init__(
+        self,
+        criterion: nn.Module,
+        encoder: nn.Module,
+        images: Tensor,
+        size: int = 4096,
+        momentum: float = 0.99,
+        view_options: dict | None = None,
+    ):
         super().__init__(criterion, view_options)
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
-        self.slow, self.momentum = copy.deepcopy(encoder).requires_grad_(False).eval(), momentum
+        _require(size >= 1, "size", size, "a whole number of at least 1")
+        self.momentum = momentum
+        self.slow = copy.deepcopy(encoder).requires_grad_(False).eval()
         self.leader = (encoder,)  # in a tuple: it is no part of this module
-        _require(isinstance(size, int) and size >= 1, "size", size, "a whole number of at least 1")
-        some = torch.arange(size, device=images.device) * len(images) // size  # evenly spread
-        self.queue = MemoryBank(embed(encoder, images[some])[1])
+        first = torch.arange(size, device=images.device) * len(images) // size  # evenly spread
+        self.queue = MemoryBank(embed(encoder, images[first])[1])
 
     def step(self, encoder, images, index, generator, group=None, **options):
         z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
-        with torch.no_grad():
-            keys = unit(_upcast(self.embed_views(self.slow, generator, images)[0]))
-        self.news, rank = gather(keys, group), 0 if group is None else distributed.get_rank(group)
-        own = rank * len(keys) + torch.arange(len(keys), device=keys.device)
+        keys = unit(_upcast(self.embed_views(self.slow, generator, images)[0]))  # no gradient
+        self.keys = gather(keys, group)
+        place = torch.arange(len(keys), device=keys.device)
+        if group is not None:
+            place += distributed.get_rank(group) * len(keys)
         return self.contrast(
             z,
             keys,
-            negatives=torch.cat([self.news, self.queue.rows]),
-            own=own,
+            negatives=torch.cat([self.keys, self.queue.rows]),
+            positive_index=place,
             normalize=False,
             group=group,
             **options,
         )
 
     def after_step(self):
-        self.queue.push(self.news)
+        self.queue.push(self.keys)
         follow(self.slow, self.leader[0], self.momentum)
 
 
 class CLAE(SimCLR):
-    """Contrast two views, and the first with the second moved against the encoder: the mean of both losses.
-    x' = x + bound · sign ∂ℓ/∂x, within [0, 1]; bound: the largest change of a pixel, half of [10]'s ε.
-    Ref: after [10], which moves the first view against itself and keeps separate BatchNorm statistics"""
+    """Contrast two views, and the first with a harder second one: the mean of both losses.
+    The second view moves against the encoder: x' = x + bound · sign ∂ℓ/∂x, within [0, 1].
+    bound: the largest change of a pixel, half of [10]'s ε.
+    Ref: after [10], which moves the first view against itself and keeps two BatchNorm statistics"""
 
-    def __init__(self, criterion, bound=0.015, view_options=None):
+    def __init__(
+        self, criterion: nn.Module, bound: float = 0.015, view_options: dict | None = None
+    ):
         super().__init__(criterion, view_options)
         _require(0 < bound < 1, "bound", bound, "in (0, 1)")
         self.bound = bound
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
-        first, second = (view(images, generator, **self.view_options) for _ in range(2))
-        views = torch.cat([first, second.requires_grad_()]).contiguous(
-            memory_format=torch.channels_last
-        )
-        z = encoder(views)[1].chunk(2)
-        loss, figures = self.contrast(*z, return_stats=return_stats, **options)
+        first = view(images, generator, **self.view_options)
+        second = view(images, generator, **self.view_options).requires_grad_()
+        z, other = encoder(torch.cat([first, second]))[1].chunk(2)
+        loss, figures = self.contrast(z, other, return_stats=return_stats, **options)
         with torch.autocast(loss.device.type, enabled=False):
             (slope,) = torch.autograd.grad(loss, second, retain_graph=True)
         harder = (second + self.bound * slope.sign()).clamp(0, 1).detach()
-        harder = encoder(harder.contiguous(memory_format=torch.channels_last))[1]
-        return (loss + self.contrast(z[0], harder, **options)[0]) / 2, figures
+        harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
+        return (loss + harder_loss) / 2, figures
 
 
 class DiffHard(SimCLR):
-    """Play the min-max game: the encoder descends a loss that, every few steps, the generator ascends.
-    criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of this size. Figures:
-    "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`. Ref: [3] Algorithm 1"""
+    """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
+    criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
+    Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`. On a device
+    only steps with return_stats check these figures, as a look makes the host wait.
+    Ref: [3] Algorithm 1"""
 
-    def __init__(self, criterion, game, view_options=None):
+    def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
         _require(
             criterion.objective == "ppcl" or not game.pairs,
@@ -1681,72 +1959,114 @@ class DiffHard(SimCLR):
             criterion.objective,
             "ppcl, for pairs to be positives; or the game without pairs",
         )
-        self.game, self.pretrain, self.follows = game, game.pretrain, (game.optimizers["ascent"],)
-        self.register_buffer("taken", torch.zeros((), dtype=torch.long))
+        self.game = game
+        self.pretrain = game.pretrain
+        self.follows = (game.optimizers["ascent"],)
+        self.taken = 0  # steps of the encoder
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
-        game, self.early = self.game.train(), encoder is None
-        self.real, self.generator = _floats(images), generator
-        if self.early:
+        game = self.game.train()
+        self.real = _floats(images)
+        self.generator = generator
+        self.read = return_stats
+        self.pretraining = encoder is None
+        self.game_moves = self.pretraining or self.taken % game.every == 0
+        if self.pretraining:
             return None, {}
-        self.turn = int(self.taken) % game.every == 0
         self.taken += 1
-        # Step 1: form the batch: N generated images in N/2 pairs, N real ones, and two views of each
-        with torch.set_grad_enabled(self.turn and game.ascent):
+        # Step 1: form the batch: N generated images in N/2 pairs, N real ones; two views of each
+        with torch.set_grad_enabled(self.game_moves and game.ascent):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
         batch = torch.cat([generated, self.real])  # (2N, 3, H, W)
-        labels = torch.cat([latent, len(latent) + torch.arange(len(images), device=latent.device)])
-        z = self.embed_views(encoder, generator, batch, batch)
-        # Step 2: train the main model: the loop descends this loss, whose gradient reaches G as well
-        loss, figures = self.contrast(
-            *z, labels=labels, return_stats=return_stats, **options
-        )  # Eq. 4, 8
+        alone = len(latent) + torch.arange(len(images), device=latent.device)
+        options["labels"] = torch.cat([latent, alone])  # (2N,)
+        z, other = self.embed_views(encoder, generator, batch, batch)
+        # Step 2: train the main model: the loop descends this loss; its gradient reaches G as well
+        loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
         game.optimizers["ascent"].zero_grad()
         if return_stats and game.pairs:
-            figures["pair"] = F.cosine_similarity(
-                *_upcast(z[0].detach()[: len(generated)]).chunk(2)
-            ).mean()
+            leaders, followers = _upcast(z.detach()[: len(generated)]).chunk(2)
+            figures["pair"] = F.cosine_similarity(leaders, followers).mean()
         return loss, figures
 
     def after_step(self):
         # Step 3: every few iterations, update the generator
-        if not (self.early or self.turn):
+        if not self.game_moves:
             return None
-        if self.game.ascent and not self.early:
+        if self.game.ascent and not self.pretraining:
             self.game.optimizers["ascent"].step()  # Eq. 4
         self.game.follow()  # Eq. 7
-        figures = self.game.imitate(self.real, self.generator)  # Eq. 5
-        if not self.early and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
+        figures = self.game.imitate(self.real, self.generator, self.read)  # Eq. 5
+        looks = not self.pretraining and (self.read or _may_read(self.real))
+        if looks and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
             warnings.warn(
                 "the generator has collapsed, or the discriminator tells all its images from real "
-                "ones: lower the game's ascent_lr or lr, or raise pretrain or every"
+                "ones: lower the game's ascent_lr or lr, or raise pretrain or every",
+                stacklevel=2,
             )
         return figures
 
+    def get_extra_state(self):
+        """Return what state_dict() holds beside tensors: the number of steps taken."""
+        return self.taken
 
-def in_micro_batches(encoder, size):
+    def set_extra_state(self, state):
+        """Load such a state; load_state_dict() calls it."""
+        self.taken = state
+
+
+def in_micro_batches(encoder: nn.Module, size: int) -> Callable:
     """Make an encoder take a large batch `size` images at a time, in the memory of `size` images.
-    encoder: a module that returns embeddings, or a tuple as Encoder does → a function to call in its place.
-    The backward pass embeds each micro-batch again, with the same randomness. The gradient is exact, but
-    BatchNorm in training mode normalises each micro-batch alone and moves its statistics twice. Ref: [11]"""
+    encoder: a module that returns embeddings, or a tuple as Encoder does → a function to call in
+    its place. The backward pass embeds each micro-batch again, with the same randomness. The
+    gradient is exact, but BatchNorm in training mode normalises each micro-batch alone and moves
+    its statistics twice. Ref: [11]"""
     _require(size >= 1, "micro_batch", size, "at least 1")
 
     def in_parts(images):
-        parts = [checkpoint(encoder, some, use_reentrant=False) for some in images.split(size)]
-        return torch.cat(parts) if torch.is_tensor(parts[0]) else tuple(map(torch.cat, zip(*parts)))
+        parts = [checkpoint(encoder, part, use_reentrant=False) for part in images.split(size)]
+        if torch.is_tensor(parts[0]):
+            return torch.cat(parts)
+        return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
 
     return in_parts
 
 
-RECIPES = {  # name: optimizer, its rate over the progress p in [0, 1], and the settings if none are given
+def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
+    """Lower β to 0 in steps over progress in [0, 1]: β · (1 − ⌊ℓ · progress⌋ / ℓ), ℓ = changes.
+    Hard negatives matter early; late, many of the hardest have the anchor's class.
+    Ref: [1] App. C"""
+    return beta * (1 - math.floor(changes * progress) / changes)
+
+
+def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
+    """Lower the share kept from 1 to α, geometrically, until `until`: α^{min(1, progress / until)}.
+    The nearest candidates of a random encoder share background and colour: alone, they teach
+    little else."""
+    return alpha ** min(1.0, progress / until)
+
+
+def _warm_up_and_cosine(progress, step):
+    """Rise linearly over a tenth of the run, then fall by a cosine to 0. step: that of one step."""
+    warm_up = min(10 * (progress + step), 1)
+    return warm_up * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _two_falls(progress, step):
+    """Fall to a tenth after 160 of 200 epochs, and to a hundredth after 190: [4] 5.1."""
+    falls = (progress >= 0.8) + (progress >= 0.95)
+    return 0.1**falls
+
+
+RECIPES = {  # name: optimizer, its rate over the progress in [0, 1], and settings if none are given
     "adamw": {
         "optimizer": torch.optim.AdamW,
         "options": {},
         "epochs": 16,
         "batch_size": 256,
         "lr": 8e-3,
-        "weight_decay": 1e-4,  # linear warm-up over a tenth of the run, cosine decay to 0
-        "rate": lambda p, step: min(10 * (p + step), 1) * (1 + math.cos(math.pi * p)) / 2,
+        "weight_decay": 1e-4,
+        "rate": _warm_up_and_cosine,
     },
     "sgd": {
         "optimizer": torch.optim.SGD,
@@ -1754,162 +2074,164 @@ RECIPES = {  # name: optimizer, its rate over the progress p in [0, 1], and the 
         "epochs": 200,
         "batch_size": 128,
         "lr": 0.03,
-        "weight_decay": 5e-4,  # a tenth after 160 epochs, a hundredth after 190: [4] 5.1
-        "rate": lambda p, step: 0.1 ** ((p >= 0.8) + (p >= 0.95)),
+        "weight_decay": 5e-4,
+        "rate": _two_falls,
     },
 }
 
 
 class Training:
-    """Train an encoder, step by step: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
-    encoder, images  an Encoder, and uint8 images (n, 3, H, W), on its device or, to save memory, another
-    method           SimCLR, Bank, Queue, CLAE or DiffHard
-    recipe           a row of RECIPES; epochs, batch_size (the largest), lr and weight_decay override it
-    schedules        {option of the loss: function of the progress}: {"alpha": lambda p: lead_in(p, 0.1)}
-    micro_batch, bfloat16   images that the encoder takes at a time; its autocast, None: if the hardware can
-    group            a torch.distributed process group: each rank takes its share of every batch. The loss is
-                     that of one process, but for BatchNorm; at most ranks − 1 images of a batch are left out
-    seed             of order, views and latents; it repeats the run (on a GPU up to rounding)
-    A step yields {"epoch", "step", "steps", "images", "loss"}, scheduled options, and every tenth of an epoch
-    statistics; epochs below 0 are the pre-training, without a loss. FloatingPointError if a loss is not
-    finite. After a step (with a group, an epoch) state_dict() holds all that load_state_dict() needs."""
+    """Train an encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
+    encoder      an Encoder
+    images       uint8 (n, 3, H, W), on the encoder's device or, to save its memory, on the CPU
+    method       SimCLR, Bank, Queue, CLAE or DiffHard
+    recipe       a row of RECIPES; epochs, batch_size (the largest), lr and weight_decay override it
+    schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
+    micro_batch  images that the encoder takes at a time; None: all
+    bfloat16     autocast of the encoder; None: if the hardware computes in bfloat16
+    group        a torch.distributed process group: each rank takes its share of every batch. The
+                 loss is that of one process, but for BatchNorm. A batch loses < ranks images
+    seed         of order, views and latents; it repeats the run (on a GPU up to rounding)
+    A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth
+    of an epoch, statistics, too. Epochs below 0 are the pre-training, without a loss.
+    FloatingPointError if a loss is not finite; on a device only steps with statistics look.
+    After a step (with a group, an epoch) state_dict() holds all that load_state_dict() needs."""
 
     def __init__(
         self,
-        encoder,
-        images,
-        method,
-        recipe="adamw",
-        epochs=None,
-        batch_size=None,
-        lr=None,
-        weight_decay=None,
-        schedules=None,
-        micro_batch=None,
-        bfloat16=None,
-        group=None,
-        seed=0,
+        encoder: nn.Module,
+        images: Tensor,
+        method: SimCLR,
+        recipe: str = "adamw",
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        schedules: dict | None = None,
+        micro_batch: int | None = None,
+        bfloat16: bool | None = None,
+        group: distributed.ProcessGroup | None = None,
+        seed: int = 0,
     ):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
         given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "weight_decay": weight_decay}
-        self.recipe = {**RECIPES[recipe], **{name: x for name, x in given.items() if x is not None}}
-        self.epochs, size, lr = self.recipe["epochs"], self.recipe["batch_size"], self.recipe["lr"]
-        self.rank = 0 if group is None else distributed.get_rank(group)
-        self.ranks = 1 if group is None else distributed.get_world_size(group)
-        n, self.device = len(images), next(encoder.parameters()).device
-        _require(
-            n >= max(2, self.ranks), "images", n, "at least 2 to train on, and one for each rank"
-        )
+        self.recipe = RECIPES[recipe] | {k: x for k, x in given.items() if x is not None}
+        self.epochs = self.recipe["epochs"]
+        self.encoder = encoder.to(memory_format=torch.channels_last)
+        self.device = next(encoder.parameters()).device
+        self.method = method.to(self.device)
+        self.images = images
+        self.schedules = schedules or {}
+        self.micro_batch = micro_batch
+        self.group = group
+        self.seed = seed
+        self.generator = torch.Generator(self.device)
+        self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
+        self.rank = 0
+        self.ranks = 1
+        if group is not None:
+            _require(not method.follows, "group", "given", "None: one process plays a game")
+            self.rank = distributed.get_rank(group)
+            self.ranks = distributed.get_world_size(group)
+            for module in (encoder, method):  # all ranks begin as the first
+                for value in module.state_dict().values():
+                    distributed.broadcast(value, group=group, group_src=0)
+        n, size, lr = len(images), self.recipe["batch_size"], self.recipe["lr"]
+        least = max(2, self.ranks)
+        _require(n >= least, "images", n, "at least 2 to train on, and one for each rank")
         _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        _require(size >= max(2, self.ranks), "batch_size", size, f"at least {max(2, self.ranks)}")
+        _require(size >= least, "batch_size", size, f"at least {least}")
         _require(0 < lr < INF, "lr", lr, "a number above 0")
-        _require(
-            group is None or not method.follows, "group", "given", "None: one process plays a game"
-        )
-        self.batches = min(-(-n // min(size, n)), n // max(2, self.ranks))  # of nearly one size
-        method.to(self.device)
-        for x in (
-            (*encoder.state_dict().values(), *method.state_dict().values())
-            if group is not None
-            else ()
-        ):
-            distributed.broadcast(x, distributed.get_global_rank(group, 0), group=group)
-        self.encoder, self.method = encoder.to(memory_format=torch.channels_last), method
-        self.images, self.seed, self.group, self.epoch, self.done = (
-            images,
-            seed,
-            group,
-            -method.pretrain,
-            0,
-        )
-        self.steps, self.schedules = (method.pretrain + self.epochs) * self.batches, schedules or {}
-        self.micro_batch, self.generator = micro_batch, torch.Generator(self.device)
-        cpu = getattr(torch.cpu, "get_capabilities", dict)() if self.device.type == "cpu" else {}
-        native = (
-            torch.cuda.is_bf16_supported(including_emulation=False)
-            if self.device.type == "cuda"
-            else bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16"))
-        )
-        self.bfloat16 = native if bfloat16 is None else bfloat16  # emulation would be slow
+        self.steps_per_epoch = min(math.ceil(n / size), n // least)  # batches of nearly one size
+        self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
+        self.epoch = -method.pretrain  # of the next step
+        self.step_in_epoch = 0
         parts = [
             {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
-        self.optimizer = self.recipe["optimizer"](parts, lr, **self.recipe["options"])
+        fused = self.device.type != "cpu"  # one launch for all parameters
+        self.optimizer = self.recipe["optimizer"](parts, lr, fused=fused, **self.recipe["options"])
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
             seed = self.seed * 100_003 + self.epoch  # of seed and epoch: a resumed run repeats it
-            order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
-            if self.done == 0:
+            if self.step_in_epoch == 0:
                 self.generator.manual_seed(seed * self.ranks + self.rank)
-            shares = [
-                index[: len(index) // self.ranks * self.ranks].chunk(self.ranks)[self.rank]
-                for index in order.to(self.device).tensor_split(self.batches)[self.done :]
-            ]
-            for index in shares:
-                epoch, step = (
-                    self.epoch,
-                    (self.method.pretrain + self.epoch) * self.batches + self.done + 1,
-                )
+            order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
+            batches = order.to(self.images.device).tensor_split(self.steps_per_epoch)
+            for index in batches[self.step_in_epoch :]:
+                position = self.epoch * self.steps_per_epoch + self.step_in_epoch
+                step = self.method.pretrain * self.steps_per_epoch + position + 1
+                place = {"epoch": self.epoch, "step": step, "steps": self.steps}
                 try:
-                    images = self.images[index.to(self.images.device)].to(
-                        self.device, non_blocking=True
-                    )
-                    figures = self._step(index, images)
+                    figures = self._step(index, position)
                 except (_NotFinite, FloatingPointError) as error:
-                    raise FloatingPointError(
-                        f"step {step} of {self.steps}: {error}; lower lr?"
-                    ) from error
-                self.epoch, self.done = divmod(epoch * self.batches + self.done + 1, self.batches)
-                yield figures | {"epoch": epoch, "step": step, "steps": self.steps}
+                    message = f"step {step} of {self.steps}: {error}; lower lr?"
+                    raise FloatingPointError(message) from error
+                self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
+                yield figures | place
 
-    def _step(self, index, images):
-        total, begun = self.epochs * self.batches, self.epoch >= 0
-        progress = max(0, self.epoch * self.batches + self.done) / total
-        rate = self.recipe["rate"](progress, 1 / total)
-        for part in (
-            part for x in (self.optimizer, *self.method.follows) for part in x.param_groups
-        ):
-            part["lr"] = part.setdefault("initial_lr", part["lr"]) * rate
-        scheduled = {name: schedule(progress) for name, schedule in self.schedules.items()}
-        encoder = self.encoder.train() if begun else None
-        if begun and self.micro_batch is not None:
-            encoder = in_micro_batches(encoder, self.micro_batch)
+    def _step(self, index, position):
+        """Take a step with this rank's share of the images at index → figures."""
+        steps = self.epochs * self.steps_per_epoch
+        progress = max(0, position) / steps  # a position below 0 is in the pre-training
+        rate = self.recipe["rate"](progress, 1 / steps)
+        for optimizer in (self.optimizer, *self.method.follows):
+            for part in optimizer.param_groups:
+                part["lr"] = part.setdefault("initial_lr", part["lr"]) * rate
+        options = {name: schedule(progress) for name, schedule in self.schedules.items()}
+        read = 10 * self.step_in_epoch % self.steps_per_epoch < 10  # every tenth of an epoch
+        share = len(index) // self.ranks  # the same number for each rank
+        index = index[self.rank * share :][:share]
+        images = self.images[index]
+        if self.device.type == "cuda" and images.device.type == "cpu":
+            images = images.pin_memory()  # else the host would wait for the copy
+        encoder = None
+        if self.epoch >= 0:
+            encoder = self.encoder.train()
+            if self.micro_batch is not None:
+                encoder = in_micro_batches(encoder, self.micro_batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             loss, figures = self.method.step(
                 encoder,
-                images,
-                index,
+                images.to(self.device, non_blocking=True),
+                index.to(self.device, non_blocking=True),
                 self.generator,
                 group=self.group,
-                return_stats=10 * self.done % self.batches < 10,
-                **scheduled,
+                return_stats=read,
+                **options,
             )
-            if begun:
-                _descend(loss, self.optimizer, "encoder", self.group)
-                figures = {"loss": loss.detach(), **figures, **scheduled}
-            return {
-                "images": len(index) * self.ranks,
-                **figures,
-                **(self.method.after_step() or {}),
-            }
+            if encoder is not None:
+                _descend(loss, self.optimizer, "encoder", self.group, read)
+                figures = {"loss": loss.detach()} | figures | options
+            figures |= self.method.after_step() or {}
+        return figures | {"images": share * self.ranks}
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """Return all that a run needs to go on."""
         return {
             "epoch": self.epoch,
-            "done": self.done,
+            "step_in_epoch": self.step_in_epoch,
             "generator": self.generator.get_state(),
-            **{
-                name: getattr(self, name).state_dict()
-                for name in ("encoder", "method", "optimizer")
-            },
+            "encoder": self.encoder.state_dict(),
+            "method": self.method.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
         }
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         """Go on from such a state."""
-        self.epoch, self.done = state["epoch"], state["done"]
+        self.epoch = state["epoch"]
+        self.step_in_epoch = state["step_in_epoch"]
         self.generator.set_state(state["generator"].cpu())
-        for name in ("encoder", "method", "optimizer"):
-            getattr(self, name).load_state_dict(state[name])
+        self.encoder.load_state_dict(state["encoder"])
+        self.method.load_state_dict(state["method"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def _has_bfloat16(device):
+    """Whether a device computes in bfloat16 itself: emulation would be slow."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)  # newer than torch 2.10
+    return capabilities().get("avx512_bf16", False)

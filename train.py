@@ -1,7 +1,9 @@
-"""Train an encoder without labels and measure what it has learned: python train.py --loss hard --alpha 0.3
+"""Train an encoder without labels and measure what it has learned:
+python train.py --loss hard --alpha 0.3
 
-Prints how well raw pixels, the untrained and the trained encoder tell the classes apart; writes report.html,
-results.json and checkpoint.pt. Sections: arguments, main and run, images, evaluation and report, pictures.
+It prints how well raw pixels, the untrained and the trained encoder tell the classes apart.
+It writes report.html, results.json and checkpoint.pt.
+Sections: arguments, main and run, images, evaluation and report, pictures.
 """
 
 import argparse
@@ -106,7 +108,7 @@ PICTURES = "curves.png", "nearest.png", "map.png", "histograms.png", "pairs.png"
 
 
 class Parser(argparse.ArgumentParser):
-    """Say a mistake in one line, with the nearest word that would work, and end with exit code 2."""
+    """Say a mistake in one line, with the nearest word that works, and end with exit code 2."""
 
     def error(self, message):
         if found := re.search(
@@ -119,20 +121,34 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"train.py: {message}\n")
 
 
+def defaults_of_recipes(key):
+    """Write the default that each recipe gives an option, for its help."""
+    values = (f"{row[key]:g} for {name}" for name, row in hardneg.RECIPES.items())
+    return "default: " + ", ".join(values)
+
+
+def defaults_of_losses(key, other):
+    """Write the default that each loss and method gives an option, for its help."""
+    values = (f"{row[key]:g} for {name}" for name, row in DEFAULTS.items() if name and key in row)
+    return "default: " + ", ".join(values) + other
+
+
 def arguments(argv):
-    """Parse the command line; fill in the loss, its temperature, the objective and the output folder."""
+    """Parse the command line, and fill in what it leaves open.
+
+    That is the loss, its temperature, the objective and the output folder."""
+    sources = (
+        "[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021"
+    )
     parser = Parser(
         usage="python train.py [flags]",
-        description=__doc__.split("\n")[0],
+        description=__doc__.split("\n\n")[0],
         allow_abbrev=False,
-        epilog="[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021",
+        epilog=sources,
     )
     real, whole = {"type": float, "metavar": "X"}, {"type": int, "metavar": "N"}
     yes, no, open_ = (
         {"action": argparse.BooleanOptionalAction, "default": on} for on in (True, False, None)
-    )
-    own = lambda key: (
-        "default: " + ", ".join(f"{row[key]:g} for {r}" for r, row in hardneg.RECIPES.items())
     )
     parser.add_argument("--help-all", action="help", help="explain all flags")
     add = parser.add_argument_group("loss").add_argument
@@ -151,23 +167,10 @@ def arguments(argv):
         choices=hardneg.OBJECTIVES,
         help="default: that of the loss; ppcl for generated pairs",
     )
-    tuned = lambda key, other: (
-        "default: "
-        + ", ".join(
-            f"{row[key]:g} for {name}" for name, row in DEFAULTS.items() if name and key in row
-        )
-        + other
-    )
-    add(
-        "--temperature",
-        **real,
-        help=f"divides cosines, above 0; {tuned('temperature', ', else 0.1')}",
-    )
-    add(
-        "--tau-plus",
-        **real,
-        help=f"share of false negatives [1]; {tuned('tau_plus', ', 0.1 for hcl')}",
-    )
+    tuned = defaults_of_losses("temperature", ", else 0.1")
+    add("--temperature", **real, help=f"divides cosines, above 0; {tuned}")
+    tuned = defaults_of_losses("tau_plus", ", 0.1 for hcl")
+    add("--tau-plus", **real, help=f"share of false negatives [1]; {tuned}")
     add("--beta", **real, default=1.0, help="hcl: concentration on near negatives, at least 0 [1]")
     add("--anneal", **no, help="hcl: lower beta to 0 in five steps over the run")
     add(
@@ -182,12 +185,8 @@ def arguments(argv):
         help="ot: cost of the coupling",
     )
     add("--kappa", **real, default=0.0, help="ot: κ of the cost exp")
-    add(
-        "--alpha",
-        **real,
-        nargs="?",
-        help=f"hard: share of nearest kept [4]; {tuned('alpha', ', else 0.1')}",
-    )
+    tuned = defaults_of_losses("alpha", ", else 0.1")
+    add("--alpha", **real, nargs="?", help=f"hard: share of nearest kept [4]; {tuned}")
     add(
         "--lead-in",
         **open_,
@@ -204,8 +203,8 @@ def arguments(argv):
         "--data",
         default="shapes",
         metavar="NAME",
-        help=f"shapes (built in), {', '.join(TORCHVISION)}, or a "
-        "folder: one folder of images per class, train/ and test/ that hold such folders, or images alone",
+        help=f"shapes (built in), {', '.join(TORCHVISION)}, or a folder: one folder of images "
+        "per class, train/ and test/ that hold such folders, or images alone",
     )
     add(
         "--root",
@@ -229,8 +228,8 @@ def arguments(argv):
         "--method",
         default="simclr",
         choices=METHODS,
-        help="candidates: simclr, the batch; bank, a row per "
-        "training image [4]; queue, earlier batches; clae, adversarial views; diffhard, generated images [3]",
+        help="candidates: simclr, the batch; bank, a row per training image [4]; "
+        "queue, earlier batches; clae, adversarial views; diffhard, generated images [3]",
     )
     add(
         "--momentum",
@@ -251,15 +250,18 @@ def arguments(argv):
         choices=hardneg.RECIPES,
         help="adamw: cosine rate; sgd: steps, as [4]",
     )
-    add("--epochs", **whole, help=f"passes over the images; {own('epochs')}, 6 to 28 for some")
-    add("--batch-size", **whole, help=f"images in a batch, at most; {own('batch_size')}, or 64")
+    of_recipes = defaults_of_recipes("epochs")
+    add("--epochs", **whole, help=f"passes over the images; {of_recipes}, 6 to 28 for some")
+    of_recipes = defaults_of_recipes("batch_size")
+    add("--batch-size", **whole, help=f"images in a batch, at most; {of_recipes}, or 64")
     add(
         "--micro-batch",
         **whole,
         help="views in one pass of the encoder, to save memory; default: a batch",
     )
-    add("--lr", "--learning-rate", **real, help=f"peak learning rate; {own('lr')}, or 0.002")
-    add("--weight-decay", **real, help=own("weight_decay"))
+    of_recipes = defaults_of_recipes("lr")
+    add("--lr", "--learning-rate", **real, help=f"peak learning rate; {of_recipes}, or 0.002")
+    add("--weight-decay", **real, help=defaults_of_recipes("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
     add("--seed", **whole, default=0, help="of weights, order and views")
     add(
@@ -396,9 +398,21 @@ def options_of(args):
     }
 
 
-# ---- Main and run ------------------------------------------------------------------------------------------
+# ---- Main and run --------------------------------------------------------------------------------
+def report_idle_flags(argv, runs):
+    """Print the flags of the command line that have no effect in any of its runs."""
+    losses = ", ".join(dict.fromkeys(one.loss for one in runs))
+    flags = [word.split("=")[0] for word in argv if word.startswith("--")]
+    for flag in flags:
+        name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
+        if not any(effective(one, name) for one in runs):
+            print(f"{flag} has no effect here (loss {losses}, method {runs[0].method})")
+
+
 def main(argv=None):
-    """Run the command. An error ends it with one line, and exit code 2 if it is in the options, else 1."""
+    """Run the command.
+
+    An error ends it with one line, and exit code 2 if it is in the options, else 1."""
     argv = sys.argv[1:] if argv is None else argv
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     args = arguments(argv)
@@ -409,10 +423,7 @@ def main(argv=None):
     )
     alike = f"--epochs {max(epochs)} --batch-size {min(size)} --lr {min(lr)}".split()
     rows = {one.loss: ["--loss", one.loss, *alike] for one in runs}
-    for flag in [word.split("=")[0] for word in argv if word.startswith("--")]:
-        name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
-        if not any(effective(one, name) for one in runs):
-            print(f"{flag} has no effect here (loss {', '.join(rows)}, method {args.method})")
+    report_idle_flags(argv, runs)
     try:
         for one in runs:
             check(one)
@@ -527,7 +538,9 @@ def build(args, images, group=None):
 
 
 def run(args, images=None, known=None, bar=None):
-    """Train an encoder, measure it and save the results; one of several runs shares what is given."""
+    """Train an encoder, measure it and save the results.
+
+    Several runs share the images, the known figures and the bar that they are given."""
     group, rank = join(args)
     if rank > 0:
         torch.distributed.barrier()  # the first process downloads, then the others find the files
@@ -539,7 +552,8 @@ def run(args, images=None, known=None, bar=None):
     with alone(args.out) if rank == 0 else contextlib.nullcontext():
         state = restore(args, training)
         if group:
-            torch.distributed.barrier()  # every process has read the checkpoint before one removes it
+            # every process reads the checkpoint before one removes it
+            torch.distributed.barrier()
         if rank > 0:  # the first process alone measures and writes
             for _ in training:
                 pass
@@ -558,7 +572,7 @@ def run(args, images=None, known=None, bar=None):
 
 
 def describe(args, training):
-    """Print the loss with the options that have an effect, its schedules, and its value at chance."""
+    """Print the loss with its effective options, its schedules, and its value at chance."""
     known = [f"{name} {x}" for name, x in options_of(args).items() if name in LOSS_OPTIONS]
     print(
         f"loss {args.loss}: {', '.join(known)}"
@@ -570,7 +584,7 @@ def describe(args, training):
             + " by halftime" * (name == "alpha")
         )
     if args.objective in ("nce", "ppcl"):
-        n, views = len(training.images), 2 * -(-len(training.images) // training.batches)
+        n, views = len(training.images), 2 * -(-len(training.images) // training.steps_per_epoch)
         n = {
             "bank": n - 1,
             "queue": args.queue_size + views // 2 - 1,
@@ -605,14 +619,18 @@ def begin(args, images):
 
 
 def measure(images, known, name, seed, encoder):
-    """Measure raw pixels, the untrained encoder of a seed and the trained one; known keeps the first two."""
+    """Measure raw pixels, the untrained encoder of a seed and the trained one.
+
+    The dict `known` keeps the figures of the first two for other runs."""
     print("measuring the encoder, its untrained state and raw pixels …", flush=True)
-    own, before = (name, seed), lambda: untrained(name, images, seed)
-    known["raw"] = known.get("raw") or evaluate(None, images)
-    known[own] = known.get(own) or evaluate(before(), images)
+    start = name, seed
+    if not known.get("raw"):
+        known["raw"] = evaluate(None, images)
+    if not known.get(start):
+        known[start] = evaluate(untrained(name, images, seed), images)
     return {
         "raw pixels": [known["raw"]],
-        "untrained encoder": [known[own]],
+        "untrained encoder": [known[start]],
         "trained encoder": [evaluate(encoder, images)],
     }
 
@@ -695,7 +713,9 @@ def make_method(args, criterion, encoder, images):
 
 
 def restore(args, training):
-    """Bring the training to where it was stopped → the state of the run; None if the run begins anew."""
+    """Bring the training to where it was stopped → the state of the run.
+
+    The state is None if the run begins anew."""
     stopped = (args.out / "checkpoint.pt").exists() and not (args.out / "results.json").exists()
     if args.overwrite or args.resume is False or args.resume is None and not stopped:
         return None
@@ -737,9 +757,15 @@ def read_checkpoint(folder, device):
 
 
 def write(path, content):
-    """Write a file whole or not at all; content is text, or a function that writes to a file object."""
-    part, whole = path.with_name(f"{path.name}.part"), io.BytesIO()
-    content(whole) if callable(content) else whole.write(content.encode())
+    """Write a file whole or not at all.
+
+    The content is text, or a function that writes to a file object."""
+    part = path.with_name(f"{path.name}.part")
+    whole = io.BytesIO()
+    if callable(content):
+        content(whole)
+    else:
+        whole.write(content.encode())
     try:
         with open(part, "wb") as file:
             file.write(whole.getbuffer())
@@ -753,8 +779,12 @@ def write(path, content):
 
 @contextlib.contextmanager
 def stoppable(active):
-    """Collect Ctrl-C and SIGTERM in a list, for a loop to stop between steps; the second stops at once."""
-    asked, before = [], {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM) if active}
+    """Collect Ctrl-C and SIGTERM in a list, for a loop that stops between steps.
+
+    The second signal stops at once."""
+    asked = []
+    watched = (signal.SIGINT, signal.SIGTERM) if active else ()
+    before = {n: signal.getsignal(n) for n in watched}
     for number in before:
         signal.signal(number, lambda n, _: (asked.append(n), signal.signal(n, before[n])))
     try:
@@ -765,7 +795,9 @@ def stoppable(active):
 
 
 def learn(args, training, state, images, bar=None):
-    """Train to the end with a progress bar; after each epoch and when stopped, save all that a run needs."""
+    """Train to the end with a progress bar.
+
+    After each epoch, and when the user stops the run, save all that the run needs to go on."""
     n, seen, before = len(training.images), state["seen"], state["seconds"] - time.perf_counter()
     few, epochs = at_most(images, 1000), training.method.pretrain + training.epochs
     with (
@@ -775,7 +807,8 @@ def learn(args, training, state, images, bar=None):
         stoppable(training.ranks == 1) as stop,
     ):
         bar.update(
-            n * (training.method.pretrain + training.epoch) + n * training.done // training.batches
+            n * (training.method.pretrain + training.epoch)
+            + n * training.step_in_epoch // training.steps_per_epoch
         )
         bar.unpause()  # what was done before says nothing of the speed
         for progress in training:
@@ -784,12 +817,12 @@ def learn(args, training, state, images, bar=None):
                 bar.update(progress["images"]) and "loss" in progress
             ):  # sometimes: it waits for the device
                 bar.set_postfix_str(f"loss {float(progress['loss']):.3f}")
-            if training.done > 0 and not stop:
+            if training.step_in_epoch > 0 and not stop:
                 continue
             seen[:] = [
                 {name: float(step[name]) for name in FIGURES if name in step} for step in seen
             ]
-            if training.done == 0:
+            if training.step_in_epoch == 0:
                 means = {
                     name: mean(x) for name in FIGURES if (x := [k[name] for k in seen if name in k])
                 }
@@ -799,13 +832,16 @@ def learn(args, training, state, images, bar=None):
                 seen.clear()
             state["seconds"] = before + time.perf_counter()
             everything = {**state, "args": options_of(args), "training": training.state_dict()}
-            write(args.out / "checkpoint.pt", lambda file: torch.save(everything, file))
+            save_everything = functools.partial(torch.save, everything)
+            write(args.out / "checkpoint.pt", save_everything)
             if stop:
                 raise KeyboardInterrupt
 
 
 def compare(rows, argv, seeds, out):
-    """Train with the options of all and of each row, {name: options}, and each seed, what is not done yet."""
+    """Train what is not done yet of each row, {name: its options}, with each seed.
+
+    The options of argv are those of all rows."""
     plan = {
         (name, seed): arguments(
             [*argv, *options, "--seed", f"{seed}", "--out", f"{out / name}-{seed}"]
@@ -815,9 +851,12 @@ def compare(rows, argv, seeds, out):
     }
     first, known, found = next(iter(plan.values())), {}, {name: [] for name in rows}
     images = read(first, first.size)
-    work = lambda args: (
-        len(images.train) * (args.epochs + args.pretrain * (args.method == "diffhard"))
-    )
+
+    def work(args):
+        """Count the images that a run sees."""
+        pretrain = args.pretrain if args.method == "diffhard" else 0
+        return len(images.train) * (args.epochs + pretrain)
+
     with tqdm(total=sum(map(work, plan.values())), unit=" images") as bar:
         for (name, _), args in plan.items():
             bar.set_description(args.out.name)
@@ -854,9 +893,12 @@ def table_of(found):
 
 
 def difference(one, other, figure="linear"):
-    """Return the mean difference of two lists of results, paired by seed, and its standard error."""
-    gaps = [a[figure] - b[figure] for a, b in zip(one, other)]
-    return mean(gaps), stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
+    """Return the mean difference of two lists of results and its standard error.
+
+    Results are paired by seed. A seed that one list lacks, of a stopped benchmark, is left out."""
+    gaps = [a[figure] - b[figure] for a, b in zip(one, other, strict=False)]
+    error = stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.inf
+    return mean(gaps), error
 
 
 def verdict(found):
@@ -879,7 +921,9 @@ def verdict(found):
 
 
 def transfer(args):
-    """Measure the encoder of a run on other images: only the readout is trained. Ref: [3] Tables 3, 4"""
+    """Measure the encoder of a run on other images: only the readout is trained.
+
+    Ref: [3] Tables 3, 4"""
     state = read_checkpoint(args.evaluate, args.device)
     was, epochs = state["args"], max(0, state["training"]["epoch"])
     print(
@@ -904,7 +948,9 @@ def transfer(args):
 
 
 def export(run, path):
-    """Write the encoder of a run as a program for torch.export.load, which needs no code of this project."""
+    """Write the encoder of a run as a program for torch.export.load.
+
+    The program needs no code of this project."""
     state = read_checkpoint(run, "cpu")
     encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
     encoder.load_state_dict(state["training"]["encoder"])
@@ -913,22 +959,24 @@ def export(run, path):
         encoder.eval(), (example,), dynamic_shapes=({0: torch.export.Dim("n")},)
     )
     write(path, lambda file: torch.export.save(program, file))
-    print(
-        f"{path}: images (n, {', '.join(map(str, example.shape[1:]))}) in [0, 1] → features, embeddings"
-    )
+    shape = ", ".join(map(str, example.shape[1:]))
+    print(f"{path}: images (n, {shape}) in [0, 1] → features, embeddings")
 
 
-# ---- Images: uint8 (n, 3, H, W) ----------------------------------------------------------------------------
-# uint8 (n, 3, H, W), labels (n,), −1 where there is none, and the names of the classes, if there are any
+# ---- Images: uint8 (n, 3, H, W) ------------------------------------------------------------------
+# images uint8 (n, 3, H, W), labels (n,), −1 where an image has none, names of classes, if any
 Images = collections.namedtuple("Images", "train train_labels test test_labels classes")
 
 
 def load(data="shapes", root="data", size=None, fraction=1.0, seed=0, workers=None):
-    """Load "shapes", a set of TORCHVISION (in root, or downloaded to it) or a folder of images → Images.
+    """Load "shapes", a set of TORCHVISION or a folder of images → Images.
 
-    A folder holds one folder of images per class (every fifth image is for the test), or train/ and test/ (or
-    val/) of this kind, or images without labels, at any depth. size: side in pixels; None: their own, at most
-    96. fraction: share of each class to train on, in (0, 1]. workers: processes that decode files."""
+    A set of TORCHVISION is in root, or is downloaded to it. A folder holds one folder of images per
+    class (every fifth image is for the test), or train/ and test/ (or val/) of this kind, or images
+    without labels, at any depth.
+    size: side in pixels; None: their own, at most 96.
+    fraction: share of each class to train on, in (0, 1].
+    workers: processes that decode files."""
     if data not in ("shapes", *TORCHVISION):
         return from_folder(Path(data), size, fraction, seed, workers)
     if data == "shapes":
@@ -952,7 +1000,13 @@ def share(labels, fraction, seed):
     )
 
 
-polygon = lambda a, n: math.cos(math.pi / n) / (a.remainder(2 * math.pi / n) - math.pi / n).cos()
+def polygon(a, n):
+    """Return the distance from the centre to the outline of a regular n-gon in direction a."""
+    half = math.pi / n  # half the angle of a side
+    from_middle = a.remainder(2 * math.pi / n) - half
+    return math.cos(half) / from_middle.cos()
+
+
 OUTLINES = {  # class: distance from the centre to the outline in direction a, at most about 1
     "disc": lambda a: torch.full_like(a, 0.8),
     "ellipse": lambda a: 0.45 / torch.sqrt((0.45 * a.cos()) ** 2 + a.sin() ** 2),
@@ -971,10 +1025,11 @@ CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0
 def shapes(n=8000, classes=10, seed=0, size=32):
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
 
-    classes: 2 to 10. The outline is the class; colours, place, scale, rotation and noise are random."""
+    classes: 2 to 10.
+    The outline is the class. Colours, place, scale, rotation and noise are random."""
     require(2 <= classes <= len(OUTLINES), "classes", classes, f"2 to {len(OUTLINES)}")
     generator = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.rand(*shape, generator=generator)
+    rand = functools.partial(torch.rand, generator=generator)
     labels = (torch.arange(n) % classes)[torch.randperm(n, generator=generator)]
     axis = (torch.arange(size) + 0.5) / size * 2 - 1
     images = torch.empty(n, 3, size, size, dtype=torch.uint8)
@@ -1004,14 +1059,12 @@ def shapes(n=8000, classes=10, seed=0, size=32):
     return images, labels
 
 
-TORCHVISION = {  # name: class in torchvision.datasets, arguments of the training set, of the test set
+# name: class in torchvision.datasets, arguments of the training set, arguments of the test set
+TORCHVISION = {
     "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
     "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
-    "stl10": (
-        "STL10",
-        {"split": "train+unlabeled"},
-        {"split": "test"},
-    ),  # label −1 of the unlabelled
+    # the unlabelled images have the label −1
+    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
@@ -1043,6 +1096,24 @@ def from_torchvision(name, root, size):
     return Images(*sets, [str(c) for c in getattr(found[0], "classes", range(10))])
 
 
+def warn_of_loose_images(source):
+    """Warn of images that lie beside the folders of classes."""
+    loose = [path for path in source.iterdir() if path.suffix.lower() in SUFFIXES]
+    if loose:
+        message = f"{len(loose)} images beside the folders of classes in {source} are left out"
+        warnings.warn(message, stacklevel=1)
+
+
+def find_images(source, name, label):
+    """List the images, [(path, label)], of one class in a folder, but nothing hidden.
+
+    The class has the folder `name`; "" stands for all images, and there may be none."""
+    samples = make_dataset(source, {name: label}, SUFFIXES, allow_empty=not name)
+    places = [Path(path).relative_to(source).as_posix() for path, _ in samples]
+    shown = ["/." not in f"/{place}" for place in places]
+    return list(itertools.compress(samples, shown))
+
+
 def from_folder(folder, size, fraction, seed, workers):
     """Read a folder of images as torchvision's ImageFolder does, but nothing hidden → Images."""
     sources = [folder / name for name in ("train", "test", "val") if (folder / name).is_dir()][:2]
@@ -1052,12 +1123,8 @@ def from_folder(folder, size, fraction, seed, workers):
             path.name for path in source.iterdir() if path.is_dir() and path.name[0] != "."
         )
         names = names if len(names) > 1 else []  # one folder is no choice of classes
-        if names and (
-            loose := [path for path in source.iterdir() if path.suffix.lower() in SUFFIXES]
-        ):
-            warnings.warn(
-                f"{len(loose)} images beside the folders of classes in {source} are left out"
-            )
+        if names:
+            warn_of_loose_images(source)
         classes = names if classes is None else classes
         require(
             names == classes,
@@ -1065,16 +1132,8 @@ def from_folder(folder, size, fraction, seed, workers):
             source,
             f"a folder of train/'s classes, {classes}, not {names}",
         )
-        shown = lambda sample: "/." not in f"/{Path(sample[0]).relative_to(source).as_posix()}"
         kinds = {name: k for k, name in enumerate(names)} or {"": -1}
-        parts.append(
-            [
-                list(
-                    filter(shown, make_dataset(source, {name: k}, SUFFIXES, allow_empty=not names))
-                )
-                for name, k in kinds.items()
-            ]
-        )
+        parts.append([find_images(source, name, k) for name, k in kinds.items()])
     if len(parts) == 1:  # no test set: hold out every fifth image of each class
         parts.append([samples[4::5] for samples in parts[0]])
         parts[0] = [[s for k, s in enumerate(samples) if k % 5 < 4] for samples in parts[0]]
@@ -1096,7 +1155,9 @@ def from_folder(folder, size, fraction, seed, workers):
 
 
 def read_image(path, size):
-    """Read the middle of an image, (3, size, size); size 0: its own if square and ≤ 96, else 32, 64 or 96."""
+    """Read the middle of an image, (3, size, size).
+
+    Size 0 stands for the image's own if it is square and at most 96, else for 32, 64 or 96."""
     with Image.open(path) as picture:
         picture.draft("RGB", (2 * size or 192,) * 2)  # much larger JPEG files are read faster
         picture = ImageOps.exif_transpose(picture)  # as the camera was held
@@ -1121,8 +1182,11 @@ def try_image(path, size=0):
 
 
 def decode(paths, size, workers):
-    """Decode files → images uint8 (n, 3, size, size), the places of those; a warning names broken ones."""
-    images, whole, broken = torch.empty(len(paths), 3, size, size, dtype=torch.uint8), [], []
+    """Decode files → images uint8 (n, 3, size, size), and the places of those among the paths.
+
+    A warning names broken files."""
+    images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
+    whole, broken = [], []
     workers = workers if workers is not None else os.cpu_count() if len(paths) > 5000 else 0
     files = torch.utils.data.DataLoader(
         paths,
@@ -1138,13 +1202,13 @@ def decode(paths, size, workers):
         else:
             broken.append(f"{paths[k]} ({image})")
     if broken:
-        warnings.warn(
-            f"{len(broken)} of {len(paths)} files cannot be read, such as {', '.join(broken[:5])}"
-        )
+        some = ", ".join(broken[:5])
+        message = f"{len(broken)} of {len(paths)} files cannot be read, such as {some}"
+        warnings.warn(message, stacklevel=1)
     return images[: len(whole)], whole
 
 
-# ---- Evaluation and report ---------------------------------------------------------------------------------
+# ---- Evaluation and report -----------------------------------------------------------------------
 COLUMNS = {
     "linear": "linear %",
     "knn": "kNN %",
@@ -1152,14 +1216,19 @@ COLUMNS = {
     "tolerance": "tolerance",
 }
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
-PAGE = string.Template("""<!doctype html><html lang="en"><meta charset="utf-8"><title>$title</title>
+PAGE = string.Template("""<!doctype html>\
+<html lang="en"><meta charset="utf-8"><title>$title</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem; color: #222 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem; \
+color: #222 }
 h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% } div { overflow-x: auto }
-td { padding: .1rem .8rem .1rem 0; white-space: nowrap } pre { white-space: pre-wrap; background: #eee }
+td { padding: .1rem .8rem .1rem 0; white-space: nowrap } \
+pre { white-space: pre-wrap; background: #eee }
 </style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
-<p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200 nearest (kNN).
-Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean cosine within a class.</p>
+<p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200 \
+nearest (kNN).
+Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean cosine within a \
+class.</p>
 $pictures<h2>The command that repeats this run</h2><pre>$command</pre>
 <h2>Options</h2><div><table>$options</table></div></html>
 """)
@@ -1173,16 +1242,23 @@ def at_most(images, n):
 
 
 def evaluate(encoder, images, figures=tuple(COLUMNS)):
-    """Measure an encoder, or for None the pixels, averaged to 32 × 32; accuracies are in percent."""
+    """Measure an encoder, or for None the pixels, averaged to 32 × 32.
+
+    Accuracies are in percent."""
     labelled = (images.train_labels >= (0 if images.classes else -1)).nonzero()[:, 0]
     fraction = min(1, READOUT / max(1, len(labelled)))
     some = labelled.cpu()[share(images.train_labels[labelled].cpu(), fraction, 0)]
     pool = torch.nn.AdaptiveAvgPool2d(min(32, images.test.shape[-1]))
-    pixels = lambda x: torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
-    (train, _), (test, z) = (
-        hardneg.embed(encoder, x) if encoder else 2 * [pixels(x)]
-        for x in (images.train[some], images.test)
-    )
+
+    def features(x):
+        """Return features and embeddings of images; for pixels, both are the pixels."""
+        if encoder:
+            return hardneg.embed(encoder, x)
+        pixels = torch.cat([pool(part / 255).flatten(1) for part in x.split(500)])
+        return pixels, pixels
+
+    train, _ = features(images.train[some])
+    test, z = features(images.test)
     sets = train, images.train_labels[some], test, images.test_labels
     known = {
         "uniformity": lambda: hardneg.uniformity(z),
@@ -1195,7 +1271,9 @@ def evaluate(encoder, images, figures=tuple(COLUMNS)):
 
 
 def cells(rows):
-    """Write {name: figures of each run} as lists of strings, the heading first, without empty columns."""
+    """Write {name: figures of each run} as lists of strings, without empty columns.
+
+    The heading comes first."""
     shown = [k for k in COLUMNS if next(iter(rows.values()))[0].get(k) is not None]
     lines = [
         [
@@ -1213,7 +1291,9 @@ def cells(rows):
 
 
 def save_results(path, rows, facts):
-    """Print the table of raw pixels, untrained and trained encoder; write it and the facts as JSON."""
+    """Print the table of raw pixels, untrained and trained encoder.
+
+    Write it and the facts as JSON."""
     print(
         "",
         *(f"{name:18}" + "".join(f"{x:>12}" for x in line) for name, *line in cells(rows)),
@@ -1230,12 +1310,19 @@ def save_results(path, rows, facts):
     print(f"saved in {path}")
 
 
+def html_text(x):
+    """Write anything as text of a page."""
+    return html.escape(str(x))
+
+
+def html_table(lines):
+    """Write lines of cells as the rows of a table in a page."""
+    rows = ("".join(f"<td>{html_text(cell)}" for cell in line) for line in lines)
+    return "".join(f"<tr>{row}" for row in rows)
+
+
 def write_page(args, rows, facts):
-    """Write report.html: the table, the pictures with their captions, the command and the options."""
-    text = lambda x: html.escape(str(x))
-    table = lambda lines: "".join(
-        f"<tr>{''.join(f'<td>{text(cell)}' for cell in line)}" for line in lines
-    )
+    """Write report.html: the table, the pictures with captions, the command and the options."""
     pictures = ""
     for path in (args.out / name for name in PICTURES):
         if path.exists():
@@ -1243,8 +1330,8 @@ def write_page(args, rows, facts):
                 title, caption = image.text["Title"], image.text["Description"]
             data = base64.b64encode(path.read_bytes()).decode()
             pictures += (
-                f"<h2>{text(title)}</h2><p>{text(caption)}</p>"
-                f'<img alt="{text(title)}" src="data:image/png;base64,{data}">\n'
+                f"<h2>{html_text(title)}</h2><p>{html_text(caption)}</p>"
+                f'<img alt="{html_text(title)}" src="data:image/png;base64,{data}">\n'
             )
     summary = (
         f"{args.method}, {facts['epochs']} epochs in {facts['seconds']:.0f} s, seed {args.seed}"
@@ -1252,18 +1339,18 @@ def write_page(args, rows, facts):
     write(
         args.out / "report.html",
         PAGE.substitute(
-            title=text(f"{args.loss} on {Path(args.data).name}"),
-            summary=text(summary),
-            table=table(cells(rows)),
+            title=html_text(f"{args.loss} on {Path(args.data).name}"),
+            summary=html_text(summary),
+            table=html_table(cells(rows)),
             pictures=pictures,
-            command=text(args.command),
-            options=table(facts["options"].items()),
+            command=html_text(args.command),
+            options=html_table(facts["options"].items()),
         ),
     )
     print(f"pictures and options in {args.out / 'report.html'}")
 
 
-# ---- Pictures ----------------------------------------------------------------------------------------------
+# ---- Pictures ------------------------------------------------------------------------------------
 plt.switch_backend("Agg")  # needs no screen
 plt.style.use("tableau-colorblind10")
 
@@ -1280,7 +1367,7 @@ def draw(path, title, caption, panels, **look):
     figure, axes = plt.subplots(
         1, len(panels), figsize=(6, 3.2), squeeze=False, layout="constrained"
     )
-    for axis, (name, content) in zip(axes[0], panels.items()):
+    for axis, (name, content) in zip(axes[0], panels.items(), strict=True):
         for label, (x, y) in content.items():
             axis.plot(
                 np.asarray(x), np.asarray(y), ".-", label=label, ms=12 * (len(x) < 20), linewidth=1
@@ -1298,7 +1385,7 @@ def draw_curves(path, history):
             panel = (
                 "losses" if "loss" in name else "kNN %" if name == "knn" else "cosines and shares"
             )
-            panels[panel][name] = tuple(zip(*points))
+            panels[panel][name] = tuple(zip(*points, strict=True))
     losses = panels["losses"]["loss"][1]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
     caption = (
@@ -1322,7 +1409,9 @@ def draw_comparison(path, found):
     )
     figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(values)), layout="constrained")
     axis.barh(list(values), list(map(mean, values.values())), alpha=0.6)
-    axis.plot(*zip(*((x, name) for name, some in values.items() for x in some)), "k.", ms=5)
+    points = [(x, name) for name, some in values.items() for x in some]
+    accuracies, names = zip(*points, strict=True)
+    axis.plot(accuracies, names, "k.", ms=5)
     axis.axvline(mean(r["untrained"]["linear"] for r in found[best]), color="k", ls=":")
     axis.set(
         xlabel="linear readout, % of test images", title=f"{best} reaches {spread(values[best])} %"
@@ -1370,7 +1459,9 @@ def draw_pictures(args, training, images):
 
 
 def draw_nearest(args, embeddings, labels, test, columns=7):
-    """Draw images with their nearest others and their weights, before and after. Ref: [2] Fig. 2, 3"""
+    """Draw images with their nearest others and their weights, before and after training.
+
+    Ref: [2] Fig. 2, 3"""
     chosen = [(labels == c).nonzero()[0, 0] for c in labels.unique()[:4]]
     chosen = chosen if len(chosen) > 1 else range(min(4, len(labels)))  # no classes
     figure, axes = plt.subplots(
@@ -1382,14 +1473,14 @@ def draw_nearest(args, embeddings, labels, test, columns=7):
     )
     for axis in axes.flat:
         axis.axis("off")
+    options = hardneg.Options(args.loss, **{name: getattr(args, name) for name in LOSS_OPTIONS})
     for turn, (name, z) in enumerate(embeddings.items()):
         logits = (z @ z.T / args.temperature).fill_diagonal_(-math.inf)
-        log_w = hardneg.weigh(
-            args.weights, logits, **{k: getattr(args, k) for k in LOSS_OPTIONS[4:]}
-        )
+        log_w = hardneg.weigh(logits, options, args.temperature)
         for row, anchor in enumerate(map(int, chosen)):
             nearest = logits[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
-            for axis, k in zip(axes[2 * row + turn], (anchor, *nearest)):
+            # where images are few, the last panels of a row stay empty
+            for axis, k in zip(axes[2 * row + turn], (anchor, *nearest), strict=False):
                 false = k != anchor and bool(labels[k] == labels[anchor] >= 0)
                 axis.imshow(test[k].permute(1, 2, 0).cpu().numpy())
                 axis.set_title(
@@ -1410,7 +1501,9 @@ def draw_nearest(args, embeddings, labels, test, columns=7):
 
 
 def draw_map(out, z, labels, classes, neighbours=15, steps=300):
-    """Draw embeddings in the plane so that neighbours stay neighbours: t-SNE on the neighbours' graph."""
+    """Draw embeddings in the plane so that neighbours stay neighbours.
+
+    This is t-SNE on the neighbours' graph."""
     near = (z @ z.T).fill_diagonal_(-math.inf).topk(min(neighbours, len(z) - 1)).indices
     p = torch.zeros(len(z), len(z), device=z.device).scatter_(1, near, 1.0)
     p, z = (p + p.T) / p.sum() / 2, z - z.mean(0)
@@ -1448,8 +1541,12 @@ def draw_histograms(out, z, labels, bins=100):
         one, two = (c.histc(bins, -1, 1) / len(c) for c in (cosines[same], cosines[~same]))
         panels[f"{name} encoder"] = {"one class": (x, one), "different classes": (x, two)}
         overlap[name] = f"{100 * torch.minimum(one, two).sum():.0f} %"
-    title = f"Same and different classes overlap by {overlap['trained']} (untrained: {overlap['untrained']})"
-    caption = "On the right, pairs of different classes are hard negatives, pairs of one class false ones."
+    after, before = overlap["trained"], overlap["untrained"]
+    title = f"Same and different classes overlap by {after} (untrained: {before})"
+    caption = (
+        "On the right, pairs of different classes are hard negatives, "
+        "pairs of one class false ones."
+    )
     draw(
         out / "histograms.png",
         title,

@@ -1,10 +1,11 @@
 """Learn to retrieve with negatives of each query's own: python benchmarks/explicit.py
 
-A query and a document are noisy views of one fact, by two random maps. A fact has a topic, which is easy to
-see, and a detail, which is not. Documents of other topics, as in a batch, teach the topic. Documents of the
-same topic with another detail, given with each query, teach the detail. Measured is how often the right
-document is first among those of all details of its topic, and among one of each topic. The results go to
-results/explicit.json.
+A query and a document are noisy views of one fact, by two random maps. A fact has a topic, which is
+easy to see, and a detail, which is not. Documents of other topics, as in a batch, teach the topic.
+Documents of the same topic with another detail, given with each query, teach the detail.
+
+The program measures how often the right document is first among those of all details of its topic,
+and among one of each topic. The results go to results/explicit.json.
 """
 
 import json
@@ -15,11 +16,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import train  # noqa: E402
-from hardneg import ContrastiveLoss, unit  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train
+from hardneg import ContrastiveLoss, unit
 
+HERE = Path(__file__).resolve().parent
 TOPICS, DETAILS, DIM, BATCH, STEPS, SEEDS = 1000, 20, 32, 64, 500, range(5)
 ROWS = {  # name: options of the loss, explicit negatives of a query
     "simclr": ({}, 0),
@@ -38,15 +39,20 @@ class World:
     """Draw queries and documents about facts: a topic and a detail of a tenth of its length."""
 
     def __init__(self, generator):
-        randn = lambda *shape: torch.randn(*shape, generator=generator)
-        self.topics, self.details = 3 * randn(TOPICS, DIM), 0.3 * randn(DETAILS, DIM)
-        self.maps, self.generator = randn(2, 2 * DIM, 2 * DIM) / DIM**0.5, generator
+        self.generator = generator
+        self.topics = 3 * self.noise(TOPICS, DIM)
+        self.details = 0.3 * self.noise(DETAILS, DIM)
+        self.maps = self.noise(2, 2 * DIM, 2 * DIM) / DIM**0.5
+
+    def noise(self, *shape):
+        """Draw normal numbers."""
+        return torch.randn(*shape, generator=self.generator)
 
     def view(self, topic, detail, side):
         """Show facts (…,) as queries, side 0, or documents, side 1 → (…, 2 · DIM)."""
         facts = torch.cat(torch.broadcast_tensors(self.topics[topic], self.details[detail]), -1)
         x = facts @ self.maps[side]
-        return x + 0.3 * torch.randn(x.shape, generator=self.generator)
+        return x + 0.3 * self.noise(*x.shape)
 
     def draw(self, *shape):
         """Draw topics and details."""
@@ -60,7 +66,8 @@ def learn(options, k, seed):
     sides = nn.ModuleList(
         nn.Sequential(nn.Linear(2 * DIM, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(2)
     )
-    criterion, own = ContrastiveLoss(**{"temperature": 0.1, **options}), torch.arange(BATCH)
+    criterion = ContrastiveLoss(**{"temperature": 0.1, **options})
+    positive_index = torch.arange(BATCH)  # the row of each query's document
     optimizer = torch.optim.Adam(sides.parameters(), 1e-3)
     for _ in range(STEPS):
         topic, detail = world.draw(BATCH)
@@ -70,7 +77,8 @@ def learn(options, k, seed):
         )  # (B, k)
         other = (detail[:, None] + shift) % DETAILS
         n = sides[1](world.view(topic[:, None].expand(-1, k), other, 1)).flatten(0, 1)  # (B k, 64)
-        loss = criterion(x, y, negatives=torch.cat([y, n]), own=own)
+        negatives = torch.cat([y, n])
+        loss = criterion(x, y, negatives=negatives, positive_index=positive_index)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,7 +96,8 @@ def table(found):
     """Write the Markdown table: means ± standard deviations over seeds."""
     lines = ["| loss | right detail of 20, % | right topic of 1000, % |", "|---|---|---|"]
     for name, values in found.items():
-        lines.append(f"| {name} | {' | '.join(train.spread(column) for column in zip(*values))} |")
+        within, among = zip(*values, strict=True)
+        lines.append(f"| {name} | {train.spread(within)} | {train.spread(among)} |")
     return "\n".join(lines)
 
 

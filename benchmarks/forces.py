@@ -1,21 +1,22 @@
-"""Draw how hard each loss pushes a negative, by its cosine: python benchmarks/forces.py → results/forces.png
+"""Draw how hard each loss pushes a negative, by its cosine: python benchmarks/forces.py
 
-500 negatives lie evenly on a circle, a positive at cosine 0.7. The force on a negative is the derivative of
-the loss in its cosine, over that in the positive's. [4] Wang, Liu: Understanding the Behaviour of Contrastive
-Loss. CVPR 2021, Fig. 3
+500 negatives lie evenly on a circle, a positive at cosine 0.7. The force on a negative is the
+derivative of the loss in its cosine, over that in the positive's. The picture goes to
+results/forces.png.
+[4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021, Fig. 3
 """
 
 import math
 import sys
 from pathlib import Path
 
-from matplotlib import pyplot as plt
 import torch
+from matplotlib import pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import hardneg  # noqa: E402
-
 LOSSES = {
     "simclr": {},
     "hcl": {"beta": 0.5, "tau_plus": 0.01},
@@ -26,16 +27,19 @@ LOSSES = {
 TEMPERATURES = 0.1, 0.3, 1.0
 
 
+def circle(n, shift):
+    """Return n points evenly on the unit circle, turned by an angle, (n, 2)."""
+    angles = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n + shift
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
 def forces(loss, t, n=500, positive=0.7, **options):
-    """Return the cosines of n negatives, ascending, and the forces on them, below 0 where they are pulled."""
-    angles = 2 * math.pi * torch.arange(n, dtype=torch.float64) / n
-    circle = lambda shift: torch.stack(
-        [(angles + shift).cos(), (angles + shift).sin()], 1
-    )  # (n, 2)
-    anchors = circle(0.0)  # a batch, as ot needs one, in which all anchors have the same cosines
-    positives, negatives = (
-        circle(x).requires_grad_() for x in (math.acos(positive), 0.5 * math.pi / n)
-    )
+    """Return the cosines of n negatives, ascending, and the forces on them.
+
+    A force is below 0 where the loss pulls the negative."""
+    anchors = circle(n, 0.0)  # a batch, as ot needs one, in which all anchors have the same cosines
+    positives = circle(n, math.acos(positive)).requires_grad_()
+    negatives = circle(n, 0.5 * math.pi / n).requires_grad_()
     losses = hardneg.contrastive_loss(
         anchors,
         positives,
@@ -52,14 +56,16 @@ def forces(loss, t, n=500, positive=0.7, **options):
 
 
 def main():
-    """Print the share of the push that the nearest tenth gets, and draw a panel for each temperature."""
+    """Print the share of the push that the nearest tenth gets.
+
+    Draw a panel for each temperature."""
     figure, axes = plt.subplots(
         1, len(TEMPERATURES), figsize=(10, 3.4), layout="constrained", sharey=True
     )
     print(f"| loss | {' | '.join(f't = {t}' for t in TEMPERATURES)} |\n|---|---|---|---|")
     for loss, options in LOSSES.items():
         shares = []
-        for axis, t in zip(axes, TEMPERATURES):
+        for axis, t in zip(axes, TEMPERATURES, strict=True):
             cosines, force = forces(loss, t, **options)
             push = force.clamp_min(0)
             shares.append(f"{100 * float(push[-len(push) // 10 :].sum() / push.sum()):.0f}")

@@ -1,7 +1,8 @@
 """Measure losses with negatives of each anchor's own, (B, K, D): python benchmarks/given.py
 
-The unit of the ratios is the dense formula: normalise, `torch.einsum`, `F.cross_entropy`. Every round times
-all rows in turn, forward and backward to views and negatives; a ratio is the median over rounds.
+The unit of the ratios is the dense formula: normalise, `torch.einsum`, `F.cross_entropy`. Every
+round times all rows in turn, forward and backward to views and negatives. A ratio is the median
+over rounds.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import hardneg  # noqa: E402
+import hardneg
 
 
 def dense(x, y, given, t):
@@ -58,13 +59,14 @@ def main():
             times[name, kind].append(time.perf_counter() - begin)
     print(
         f"B = {b}, K = {k}, D = {d}, {options.device}, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, {options.rounds} rounds; ms, × the dense formula; t fixed | learned"
+        f"torch {torch.__version__}, {options.rounds} rounds; "
+        "ms, × the dense formula; t fixed | learned"
     )
     for name in rows:
         cells = []
         for kind in ("fixed", "learned"):
             own, unit = times[name, kind][1:], times["dense", kind][1:]
-            ratio = statistics.median(a / b for a, b in zip(own, unit))
+            ratio = statistics.median(a / b for a, b in zip(own, unit, strict=True))
             cells.append(f"{1000 * statistics.median(own):.2f} ms, {ratio:.2f} ×")
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -1,9 +1,9 @@
 """Learn to tell graphs apart, with the losses as they are: python benchmarks/graphs.py FOLDER
 
-Table V of [2], small. A graph isomorphism network (three layers, sum readout) embeds nodes and graphs. A
-node's positive is its own graph, its candidates are the other graphs of the batch, as in InfoGraph. Accuracy
-is that of logistic regression on the embeddings of graphs, in ten folds. FOLDER holds MUTAG.txt, PTC.txt,
-IMDBBINARY.txt and IMDBMULTI.txt. The results go to results/graphs.json.
+Table V of [2], small. A graph isomorphism network (three layers, sum readout) embeds nodes and
+graphs. A node's positive is its own graph, its candidates are the other graphs of the batch, as in
+InfoGraph. Accuracy is that of logistic regression on the embeddings of graphs, in ten folds. FOLDER
+holds MUTAG.txt, PTC.txt, IMDBBINARY.txt and IMDBMULTI.txt. The results go to results/graphs.json.
 [2] Jiang, Ishwar, Aeron: Hard Negative Sampling via Regularized Optimal Transport
 """
 
@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import hardneg  # noqa: E402
-import train  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
+import train
 
+HERE = Path(__file__).resolve().parent
 SETS = {  # name: figures of [2], Table V, for InfoGraph, HCL and the coupling at four ε
     "MUTAG": (86.8, 87.2, 87.2, 88.2, 87.5, 87.6),
     "PTC": (55.3, 57.3, 56.8, 56.1, 55.8, 55.4),
@@ -39,8 +39,9 @@ ROWS = {
 def read(path):
     """Read graphs → list of (node features (n, F), edges (2, e)), classes (g,).
 
-    A file has the number of graphs; for each, nodes and class, then a line for each node: tag, number of
-    neighbours, neighbours. Features are the tag, or the degree where all tags are equal, one-hot."""
+    A file has the number of graphs; for each, nodes and class, then a line for each node: tag,
+    number of neighbours, neighbours. Features are the tag, or the degree where all tags are equal,
+    one-hot."""
     lines = iter(path.read_text().splitlines())
     graphs, classes = [], []
     for _ in range(int(next(lines))):
@@ -65,7 +66,8 @@ def batch(graphs):
     """Put graphs side by side → node features (n, F), edges (2, e), graph of each node (n,)."""
     sizes = torch.tensor([len(x) for x, _ in graphs])
     shifts = sizes.cumsum(0) - sizes
-    edges = torch.cat([edges + shift for (_, edges), shift in zip(graphs, shifts)], 1)
+    shifted = [edges + shift for (_, edges), shift in zip(graphs, shifts, strict=True)]
+    edges = torch.cat(shifted, 1)
     return (
         torch.cat([x for x, _ in graphs]),
         edges,
@@ -98,7 +100,9 @@ class GIN(nn.Module):
         )
 
     def forward(self, x, edges, owner):
-        """Return embeddings of graphs (g, layers · dim), and for the loss those of nodes and of graphs."""
+        """Return embeddings of graphs (g, layers · dim).
+
+        Return also, for the loss, those of nodes and of graphs by the two heads."""
         outputs = []
         for layer in self.layers:
             x = layer(x.index_add(0, edges[1], x[edges[0]]))  # (n, dim)
@@ -131,7 +135,8 @@ def learn(graphs, classes, options, seed, epochs=20, size=128):
             for some in torch.randperm(len(graphs)).split(size):
                 x, edges, owner = batch([graphs[k] for k in some])
                 _, nodes, whole = model(x, edges, owner)
-                loss = criterion(nodes, whole[owner], negatives=whole, own=owner)
+                positives = whole[owner]
+                loss = criterion(nodes, positives, negatives=whole, positive_index=owner)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -141,7 +146,9 @@ def learn(graphs, classes, options, seed, epochs=20, size=128):
 
 
 def table(found):
-    """Write the Markdown table: accuracy, mean ± standard deviation over seeds; in brackets that of [2]."""
+    """Write the Markdown table: accuracy, mean ± standard deviation over seeds.
+
+    The accuracy of [2] stands in brackets."""
     lines = [f"| | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
     for k, row in enumerate(ROWS):
         cells = [

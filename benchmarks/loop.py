@@ -1,17 +1,20 @@
 """Measure where the time of training goes: python benchmarks/loop.py
 
-One table, in images per second. A row also gives its share of another row: the median over rounds of the
-ratio of two measurements in one round.
+One table, in images per second. A row also gives its share of another row: the median over rounds
+of the ratio of two measurements in one round.
 
-    encoder alone       the encoder forward and backward, on views made before: the upper limit of any loop
+    encoder alone       the encoder forward and backward, on views made before: the upper limit of
+                        any loop
     training loop       hardneg.Training on images in memory: order, views, encoder, loss, optimizer
     views               hardneg.view, of a whole batch
-    torchvision         the same crops, flips and colours by torchvision's transforms, image by image
+    torchvision         the same crops, flips and colours by torchvision's transforms, image by
+                        image
     decoding, N workers train.load on JPEG files, once before training, by N processes (0: its own)
-    per image           a DataLoader with torchvision's transforms on the same files, two views each, as in
-                        the papers' code, with a process per core; without an encoder
+    per image           a DataLoader with torchvision's transforms on the same files, two views
+                        each, as in the papers' code, with a process per core; without an encoder
 
-On a GPU: --device cuda --encoder resnet18; --compile compiles the encoder. The results go to loop.json.
+On a GPU: --device cuda --encoder resnet18; --compile compiles the encoder. The results go to
+loop.json.
 """
 
 import argparse
@@ -32,11 +35,11 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms.functional import resize, to_pil_image
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import hardneg  # noqa: E402
-import train  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
+import train
 
+HERE = Path(__file__).resolve().parent
 BY_TORCHVISION = T.Compose(
     [
         T.RandomResizedCrop(32, scale=(0.2, 1.0)),
@@ -126,13 +129,16 @@ def loader(paths, options):
 
 
 def write_folder(images, path, n):
-    """Write n images to train on and 200 to test as JPEG files of 64 pixels, so that reading resizes them."""
+    """Write n images to train on and 200 to test as JPEG files.
+
+    The files have 64 pixels a side, so that reading resizes them."""
     parts = (
-        ("train", images.train[:n], images.train_labels),
-        ("test", images.test[:200], images.test_labels),
+        ("train", images.train[:n], images.train_labels[:n]),
+        ("test", images.test[:200], images.test_labels[:200]),
     )
     for name, part, labels in parts:
-        for k, (x, label) in enumerate(zip(resize(part, [64, 64]).cpu(), labels.tolist())):
+        pictures = resize(part, [64, 64]).cpu()
+        for k, (x, label) in enumerate(zip(pictures, labels.tolist(), strict=True)):
             target = path / name / str(label) / f"{k}.jpg"
             target.parent.mkdir(parents=True, exist_ok=True)
             to_pil_image(x).save(target, quality=90)
@@ -205,9 +211,12 @@ def main():
 def heading(results):
     """Say what was measured, and on what."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    what = f"{results['encoder']}{', compiled' * results['compile']}, batches of {results['batch_size']}"
+    compiled = ", compiled" if results["compile"] else ""
     rounds = len(results["rates"]["views"])
-    return f"{results['date']}, {results['device']}, {what} images in two views, {rounds} rounds, {versions}"
+    return (
+        f"{results['date']}, {results['device']}, {results['encoder']}{compiled}, "
+        f"batches of {results['batch_size']} images in two views, {rounds} rounds, {versions}"
+    )
 
 
 def table(results):

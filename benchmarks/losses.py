@@ -1,16 +1,17 @@
 """Measure the losses' time and memory, beside other libraries: python benchmarks/losses.py
 
-Two views of B samples in D dimensions, float32, forward and backward. The first row is the least that such a
-loss needs: three products (cosines, their gradient to anchors and to candidates) into preallocated memory. It
-is the unit of the ratios. Every round times all rows in turn; a ratio is the median over rounds of two times
-of one round. Memory is the peak above the inputs of one pass, in a process of its own (on a GPU: of the
-allocator).
+Two views of B samples in D dimensions, float32, forward and backward. The first row is the least
+that such a loss needs: three products (cosines, their gradient to anchors and to candidates) into
+preallocated memory. It is the unit of the ratios. Every round times all rows in turn; a ratio is
+the median over rounds of two times of one round. Memory is the peak above the inputs of one pass,
+in a process of its own (on a GPU: of the allocator).
 
-    pip install pytorch-metric-learning lightly info-nce-pytorch POT    the peers; missing ones are left out
-    python benchmarks/losses.py --old FILE                              an older hardneg.py beside this one
+    pip install pytorch-metric-learning lightly info-nce-pytorch POT  # the peers
+    python benchmarks/losses.py --old FILE                            # an older hardneg.py as well
 
-A row ends where a pass would take more than 20 s or, for a peer, more than --gigabytes, as estimated from the
-size before. The results go to losses.json and losses.png.
+The program leaves out missing peers. A row ends where a pass would take more than 20 s or, for a
+peer, more than --gigabytes, as estimated from the size before. The results go to losses.json and
+losses.png.
 """
 
 import argparse
@@ -33,16 +34,16 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import hardneg  # noqa: E402
-
 TEMPERATURE, TAU_PLUS, BETA, EPSILON = 0.5, 0.1, 1.0, 0.3
 
 
-# ---- Rows ------------------------------------------------------------------------------------------------
+# ---- Rows ----------------------------------------------------------------------------------------
 @lru_cache(1)
 def buffers(n, dim, device):
     return torch.empty(n, n, device=device), *(torch.empty(n, dim, device=device) for _ in range(2))
@@ -109,7 +110,9 @@ def dense_hcl(x, y):
 
 
 def dense_ot(x, y):
-    """[2] with a cost by differences of rows (64 at a time: all are A·N·D numbers), and POT's Sinkhorn."""
+    """[2] with a cost by differences of rows, and POT's Sinkhorn.
+
+    The rows come 64 at a time, as all differences are A·N·D numbers."""
     import ot
 
     z, cosines, different, pos = dense_pairs(x, y)
@@ -164,7 +167,7 @@ ROWS = {
 }
 
 
-# ---- Measurements ----------------------------------------------------------------------------------------
+# ---- Measurements --------------------------------------------------------------------------------
 def inputs(size, options):
     generator = torch.Generator().manual_seed(0)
     return [
@@ -235,7 +238,9 @@ def peak_apart(name, size, options):
 
 
 def affordable(name, last, size, options):
-    """Return whether a pass fits the limits: time grows as the square of size, memory at most the cube."""
+    """Return whether a pass fits the limits.
+
+    Time grows as the square of size, memory at most as the cube."""
     growth = size / last["size"]
     large = name in PEERS and last["memory"] / 1024 * growth**3 > options.gigabytes
     return not large and last["seconds"] * growth**2 <= 20
@@ -285,17 +290,21 @@ def version(package):
         return None
 
 
-# ---- Results ---------------------------------------------------------------------------------------------
+# ---- Results -------------------------------------------------------------------------------------
 def ratio(rows, size, name, to):
-    """Return the median over rounds of one row's time over another's; None where one was not timed."""
+    """Return the median over rounds of one row's time over another's.
+
+    It is None where one was not timed."""
     times = {row["case"]: row["rounds"] for row in rows if row["size"] == size}
     if name not in times or to not in times:
         return None
-    return statistics.median(a / b for a, b in zip(times[name], times[to]))
+    return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
 
 
 def table(results):
-    """Write two Markdown tables: milliseconds, times three products, MiB; and each peer's time over ours."""
+    """Write two Markdown tables.
+
+    One has milliseconds, times three products, and MiB; the other, each peer's time over ours."""
     rows, differences = results["rows"], results["differences"]
     sizes = sorted({row["size"] for row in rows})
     header = " | ".join(f"2B = {size}" for size in sizes) + " |"
@@ -361,7 +370,8 @@ def draw(results, path):
             axes[0].plot(sizes, [1000 * row["seconds"] for row in rows], **style)
         if rows and k > 0:
             axes[1].plot(sizes, [row["memory"] for row in rows], **style)
-    for axis, label in zip(axes, ("ms, forward and backward", "MiB above the inputs")):
+    labels = "ms, forward and backward", "MiB above the inputs"
+    for axis, label in zip(axes, labels, strict=True):
         axis.set(
             xscale="log",
             yscale="log",

@@ -1,9 +1,11 @@
-"""Train and compare, study by study: python benchmarks/studies.py cifar10-t cifar10 --cifar10 FOLDER
+"""Train and compare, study by study:
+python benchmarks/studies.py cifar10-t cifar10 --cifar10 FOLDER
 
-A study is a comparison of train.py: rows of options, on the same images, for the same epochs, with the same
-seeds. Seed 100 chooses options, seeds 0 to 4 compare the choices. A run that has its results in --out is not
-repeated, and a stopped run goes on. The results go to results/STUDY.json; --show prints their tables again.
-FOLDER holds CIFAR-10 or Tiny ImageNet as images, one folder per class, in train/ and test/.
+A study is a comparison of train.py: rows of options, on the same images, for the same epochs, with
+the same seeds. Seed 100 chooses options, seeds 0 to 4 compare the choices. A run that has its
+results in --out is not repeated, and a stopped run goes on. The results go to results/STUDY.json;
+--show prints their tables again. FOLDER holds CIFAR-10 or Tiny ImageNet as images, one folder per
+class, in train/ and test/.
 [3] Wu, Wang, Zeng, Shi, Hu: Synthetic Data Can Also Teach. AAAI 2023
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021
 """
@@ -16,10 +18,10 @@ from pathlib import Path
 
 from matplotlib import pyplot as plt
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import train  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train
 
+HERE = Path(__file__).resolve().parent
 SEARCH, THREE, FIVE = [100], range(3), range(5)
 TEMPERATURES = (0.07, 0.1, 0.2, 0.3, 0.5, 1.0)
 LONG = "--fraction 0.4 --epochs 10 --lr 0.003"  # 20 000 images of CIFAR-10 or Tiny ImageNet
@@ -296,11 +298,13 @@ def first_classes(folder, n, out):
 
 
 def draw_curves(names):
-    """Draw the accuracy of each loss over the temperature, a panel for each study → results/curves.png."""
+    """Draw the accuracy of each loss over the temperature, a panel for each study.
+
+    The picture goes to results/curves.png."""
     figure, axes = plt.subplots(
         1, len(names), figsize=(9, 3.6), layout="constrained", squeeze=False
     )
-    for axis, name in zip(axes[0], names):
+    for axis, name in zip(axes[0], names, strict=True):
         found = read(name)
         for loss in CURVE:
             means = [
@@ -327,7 +331,9 @@ def read(name):
 
 
 def table(name):
-    """Write the recorded results as a Markdown table; that of a search has a column for each temperature."""
+    """Write the recorded results as a Markdown table.
+
+    That of a search has a column for each temperature."""
     found, rows = read(name), STUDIES[name][3]
     if STUDIES[name][1] is not SEARCH:
         return train.table_of(found)
@@ -349,7 +355,9 @@ def table(name):
 
 
 def summary():
-    """Write the first table of ../README.md: the linear readout of each loss on each set of images."""
+    """Write the first table of ../README.md.
+
+    It has the linear readout of each loss on each set of images."""
     names = {"shapes": "shapes", "cifar10": "CIFAR-10", "tiny": "Tiny ImageNet"}
     found = [read(name) for name in names]
     lines = [["loss", *names.values()], ["---"] * (len(names) + 1)]
@@ -366,7 +374,7 @@ def summary():
 
 def main():
     """Run the studies that are named, or show what is recorded of them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("studies", nargs="+", choices=STUDIES)
     parser.add_argument("--cifar10", type=Path, metavar="FOLDER")
     parser.add_argument("--tiny", type=Path, metavar="FOLDER")
