@@ -1063,8 +1063,9 @@ def _operands(pairs, options):
     """Return the tensors and the numbers that an operator takes."""
     names = [word.split()[-1] for word in NUMBERS.split(", ")]
     numbers = {name: getattr(options, name) for name in names}
-    t = torch.as_tensor(pairs.t, dtype=pairs.anchors.dtype, device=pairs.anchors.device)
-    return pairs._replace(t=t), numbers
+    if not torch.is_tensor(pairs.t):
+        pairs = pairs._replace(t=pairs.anchors.new_full((), pairs.t))
+    return pairs, numbers
 
 
 def _in_blocks(pairs, options, potential, size):

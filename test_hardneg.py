@@ -1933,8 +1933,14 @@ class TestModule:
 
     def test_options(self):
         x, y = torch.tensor(normal(3, 2, 4, 3))
-        with pytest.raises(TypeError, match="temprature"):
+        with pytest.raises(TypeError, match=r"^ContrastiveLoss\(\) has no option 'temprature'"):
             hardneg.ContrastiveLoss("hcl", temprature=0.1)
+        with pytest.raises(
+            TypeError, match=r"^contrastive_loss\(\) has no option 'own'.*positive_"
+        ):
+            contrastive_loss(x, y, own=torch.arange(4))
+        with pytest.raises(ValueError, match="^views is .*torch.int64"):
+            contrastive_loss(x.long(), y.long())
         module = hardneg.ContrastiveLoss("hcl", beta=2.0, temperature=0.3)
         for beta, options in ((2.0, {}), (0.5, {"beta": 0.5})):
             want = contrastive_loss(x, y, loss="hcl", beta=beta, temperature=0.3)
@@ -2291,7 +2297,10 @@ class TestViews:
         assert len(seen.flatten(1).unique(dim=0)) == 8 and 0 <= seen.min() and seen.max() <= 1
         close(seen, hardneg.view(x / 255, seeded(4), blur=0.5), 1e-6)
         for dtype in (torch.float16, torch.bfloat16):
-            close(hardneg.view((x / 255).to(dtype), **PLAIN), x / 255, 0.01)
+            coarse = (x / 255).to(dtype)
+            plain = hardneg.view(coarse, **PLAIN)  # computed in float32, on any processor
+            assert plain.dtype == torch.float32
+            close(plain, coarse, 1e-6)
 
 
 def write_images(folder, per_class=6, classes=("cat", "dog"), size=(20, 20)):
@@ -4067,10 +4076,20 @@ class TestCommandLine:
     def test_defaults(self):
         args = train.arguments(["--alpha", "--beta", "2", "--no-lead-in"])
         assert (args.alpha, args.beta, args.lead_in, args.loss) == (0.1, 2.0, False, "hcl")
+        own = {  # temperature, alpha, epsilon, margin, lead-in, tau_plus, where a loss has its own
+            "simclr": (0.05, 0.1, 0.3, 0.0, True, 0.0),
+            "debiased": (0.1, 0.1, 0.3, 0.0, True, 0.01),
+            "hcl": (0.3, 0.1, 0.3, 0.0, True, 0.1),
+            "ot": (0.1, 0.1, 0.1, 0.0, True, 0.0),
+            "hard": (0.07, 0.3, 0.3, 0.0, True, 0.0),
+            "hard-simple": (0.1, 0.1, 0.3, 0.0, False, 0.0),
+            "triplet": (0.1, 0.1, 0.3, 0.5, True, 0.0),
+        }
         for loss in PRESETS:
             args = train.arguments(["--loss", loss])
-            wanted = train.DEFAULTS[""] | train.DEFAULTS.get(loss, {})
-            assert vars(args).items() >= wanted.items()
+            found = args.temperature, args.alpha, args.epsilon, args.margin
+            found += args.lead_in, args.tau_plus
+            assert found == own.get(loss, (0.1, 0.1, 0.3, 0.0, True, 0.0))
         bank = train.arguments(["--method", "bank", "--loss", "hard", "--lr", "1"])
         assert (bank.lr, bank.batch_size, bank.epochs, bank.momentum) == (1, 64, 24, 0.8)
         assert train.arguments(["--method", "queue"]).momentum == 0.9
@@ -4371,6 +4390,14 @@ class TestCommandLine:
             apart = np.linalg.norm(one.mean(0) - other.mean(0))
             widths = [np.linalg.norm(x - x.mean(0), axis=1).mean() for x in (one, other)]
             assert 2 * max(widths) < apart < 30 * min(widths)
+
+    def test_the_encoder_is_compiled_on_demand(self, tmp_path, small_shapes, monkeypatch):
+        compiled = []
+        monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+        run_train(*SMALL, "--out", tmp_path / "plain")
+        assert not compiled
+        run_train(*SMALL, "--compile", "--out", tmp_path / "compiled")
+        assert [type(module) for module in compiled] == [hardneg.Encoder]
 
     def test_help(self, capsys):
         """That of the flags that matter first fits two screens."""

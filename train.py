@@ -75,7 +75,8 @@ DEFAULTS = {  # of a loss, a method, and a loss or method with a recipe: benchma
 }
 LOSS_OPTIONS = "weights objective tau_plus margin temperature beta alpha epsilon cost kappa".split()
 FREE = (
-    "out resume device root report evaluate workers compare seeds overwrite export command".split()
+    "out resume device root report evaluate workers compare seeds overwrite export command "
+    "compile".split()
 )
 EFFECTS = {  # flags: the weights, objectives and methods on which they act
     "temperature": "tilted nce ppcl decoupled",
@@ -263,6 +264,9 @@ def arguments(argv):
     add("--lr", "--learning-rate", **real, help=f"peak learning rate; {of_recipes}, or 0.002")
     add("--weight-decay", **real, help=defaults_of_recipes("weight_decay"))
     add("--sync-batchnorm", **no, help="under torchrun, on GPUs: BatchNorm over all processes")
+    add(
+        "--compile", **no, help="compile the encoder: a slow start, then faster, above all on a GPU"
+    )
     add("--seed", **whole, default=0, help="of weights, order and views")
     add(
         "--device",
@@ -492,7 +496,7 @@ def check(args):
     size = args.size or 32
     images = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=args.device)
     labels = torch.arange(4, device=args.device) // 2
-    changed = {"queue_size": min(args.queue_size, 1), "sync_batchnorm": False}
+    changed = {"queue_size": min(args.queue_size, 1), "sync_batchnorm": False, "compile": False}
     build(
         argparse.Namespace(**{**vars(args), **changed}),
         Images(images, labels, images, labels, ["a", "b"]),
@@ -514,6 +518,8 @@ def build(args, images, group=None):
     encoder = untrained(args.encoder, images, args.seed)
     if args.sync_batchnorm:
         encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
+    if args.compile:
+        encoder.compile()
     anneal = (
         {"beta": lambda progress: hardneg.annealed_beta(progress, args.beta)} if args.anneal else {}
     )
@@ -801,7 +807,7 @@ def learn(args, training, state, images, bar=None):
     n, seen, before = len(training.images), state["seen"], state["seconds"] - time.perf_counter()
     few, epochs = at_most(images, 1000), training.method.pretrain + training.epochs
     with (
-        tqdm(total=n * epochs, unit=" images")
+        tqdm(total=n * epochs, unit=" images", mininterval=1)
         if bar is None
         else contextlib.nullcontext(bar) as bar,
         stoppable(training.ranks == 1) as stop,
@@ -813,9 +819,8 @@ def learn(args, training, state, images, bar=None):
         bar.unpause()  # what was done before says nothing of the speed
         for progress in training:
             seen.append(progress)
-            if (
-                bar.update(progress["images"]) and "loss" in progress
-            ):  # sometimes: it waits for the device
+            shown = bar.update(progress["images"])  # at most once a second
+            if shown and "loss" in progress:  # to read it, the host waits for the device
                 bar.set_postfix_str(f"loss {float(progress['loss']):.3f}")
             if training.step_in_epoch > 0 and not stop:
                 continue
@@ -857,7 +862,7 @@ def compare(rows, argv, seeds, out):
         pretrain = args.pretrain if args.method == "diffhard" else 0
         return len(images.train) * (args.epochs + pretrain)
 
-    with tqdm(total=sum(map(work, plan.values())), unit=" images") as bar:
+    with tqdm(total=sum(map(work, plan.values())), unit=" images", mininterval=1) as bar:
         for (name, _), args in plan.items():
             bar.set_description(args.out.name)
             if (args.out / "results.json").exists() and not args.overwrite:
