@@ -13,13 +13,13 @@ method here answers the same three questions, and the file asks them in this ord
 
     from hardneg import ContrastiveLoss
     criterion = ContrastiveLoss("hcl", beta=1.0)
-    loss = criterion(encoder(view_1), encoder(view_2))      # embeddings (B, D)
+    loss = criterion(z_1, z_2)                              # embeddings (B, D) of two views
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     M           positives of an anchor: V − 1, the other views of its sample
-    N           columns: V·B in a batch, or the rows of `negatives`
+    N           columns: V·B in a batch, of all ranks; or K, the rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked; formulas write N for it
     a           anchors in a block, where a large batch is worked in blocks
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
@@ -69,36 +69,26 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 __version__ = "1.0.0"
-__all__ = [
-    "ContrastiveLoss",
-    "contrastive_loss",
-    "gather",
-    "Encoder",
-    "MemoryBank",
-    "Game",
-    "SimCLR",
-    "Bank",
-    "Queue",
-    "CLAE",
-    "DiffHard",
-    "Training",
-    "in_micro_batches",
-]
+__all__ = ["ContrastiveLoss", "contrastive_loss", "gather"]
 
 INF = math.inf
+_NONE = -1e30  # fills the row of an anchor without candidates: finite, as −∞ − (−∞) is NaN
+_MASKED = -1e28  # logits and log weights below this do not count
 
 
 # ---- 1. Weights: how much does each candidate count? -------------------------------------------
-# A rule of weights maps logits (A, N) to log weights (A, N), up to a constant of the anchor, and −∞
-# to −∞. `mean_one` chooses that constant. A rule sees some rows at a time, and only autograd
-# differentiates it: what stands here is what trains, at every batch size.
+# A rule of weights maps logits (A, N) to log weights (A, N), and −∞ to −∞. For tilted, hardest and
+# transported a constant of the row is free: `mean_one` chooses it. A rule sees some rows at a time,
+# and only autograd differentiates it: what stands here is what trains, at every batch size. To add
+# a rule: a function here, its name in WEIGHTS, its call in `weigh`, its options in Options, RANGES
+# and VALUES. Or pass the function itself: contrastive_loss(x, y, weights=mine).
 
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
-    # x − max(x, lowest) is 0 or −∞: a boolean mask would take twice the time
+    # 0 for a candidate, −∞ (or nearly −1e30) where masked; a boolean mask takes twice the time
     logits = logits.detach()
-    lowest = max(_MASKED, torch.finfo(logits.dtype).min)
+    lowest = max(_MASKED, torch.finfo(logits.dtype).min)  # half precision has no 1e28
     return logits - logits.clamp_min(lowest)
 
 
@@ -107,7 +97,7 @@ def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
     With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
     Limits: β = 0 is `uniform`, β → ∞ `hardest`.
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    if beta < torch.finfo(logits.dtype).tiny:  # β = 0, and 0 · (−∞) would be NaN
+    if beta < torch.finfo(logits.dtype).tiny:  # 0, or 0 in this dtype: 0 · (−∞) would be NaN
         return uniform(logits)
     return beta * logits
 
@@ -124,7 +114,7 @@ def top(logits: Tensor, alpha: float = 0.1) -> Tensor:
     """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
     alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
     candidates, at least the first; ties with it stay. For the k nearest, take alpha = k / N. The
-    weight of those that are dropped is not redistributed: w is 0 or 1, and its mean ⌈αN⌉ / N.
+    weight of those that are dropped is not redistributed: w is 0 or 1, and its mean about α.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
     return uniform(logits).masked_fill(logits < _threshold(logits.detach(), alpha), -INF)
 
@@ -137,7 +127,8 @@ def transported(
     temperature: float | Tensor = 1.0,
     potential: Tensor | None = None,
 ) -> Tensor:
-    """Count candidates by their entropic coupling with the anchors: w_ij ∝ e^{−C_ij/ε + g_j}.
+    """Count near candidates, but let each candidate have the same total weight over all anchors.
+        w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
     logits (A, N) are of unit rows; epsilon is in the unit of the cost; temperature is that of the
     logits, as costs are of cosines. potential: the g (N,) of `sinkhorn`, which runs if it is None.
     With `mean_one`, w_ij = N P*(j | i).
@@ -152,7 +143,7 @@ def transported(
 
 def _log_kernel(logits, epsilon, cost, kappa, temperature):
     """Compute −C/ε, −∞ where the logits are."""
-    # −∞ becomes the cosine −20, as 0 · ∞ would be NaN in gradients, and comes back with `uniform`
+    # −∞ becomes a finite cosine, as 0 · ∞ is NaN in gradients; `uniform` puts −∞ back
     cosines = temperature * logits.clamp_min(-20 / temperature)
     log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
     # clamp: a very high cost must stay above what counts as masked
@@ -176,9 +167,9 @@ def sinkhorn(
     blocks of rows, for a kernel too large to store → f (A,), g (N,), error.
     It scales rows, f_i ← −log A − log Σ_j e^{log_kernel_ij + g_j}, and columns in turn, until
     error = Σ_i |Σ_j P_ij − 1/A| is at most `tolerance` (None: 1e-5, in float64 1e-12), or warns
-    after max_steps. A GPU reads the error after every eighth step, and never while a graph is
-    captured: then it takes 32 steps. Fully masked rows and columns carry no mass. Differentiable;
-    autograd stores A·N numbers for each step.
+    after max_steps. On a GPU the host reads the error after every eighth step, and never while a
+    graph is captured: then there are 32 steps. Fully masked rows and columns carry no mass; A does
+    not count them. Differentiable; autograd stores 2·A·N numbers for each step.
     Cost: 2·A·N per step; 3 to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about
     1/error if the masks force an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
     f = g = None
@@ -196,13 +187,15 @@ def sinkhorn(
 
 
 def _log_sums(log_kernel, g):
-    """Return the log-sums of rows (A,), then those of columns once every row sums to 1, (N,)."""
+    """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
+    Both come from one pass over the blocks, as a block may have to be computed again."""
     blocks = log_kernel() if callable(log_kernel) else [log_kernel]
     row_sums, column_sums = [], None
     for block in blocks:  # (a, N)
         if g is None:
             g = block.new_zeros(())
-        sums = log_sum(block, g).clamp_min(_MASKED)  # (a,); clamp: what is masked stays so
+        # clamp: −sums stays finite, so −∞ plus it stays −∞
+        sums = log_sum(block, g).clamp_min(_MASKED)  # (a,)
         row_sums.append(sums)
         sums = log_sum(block, -sums[:, None], dim=0)  # (N,)
         if column_sums is not None:
@@ -224,17 +217,17 @@ def _has_converged(error, step, max_steps, tolerance):
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
     last = error.item()
     if step == max_steps and last > tolerance:
-        advice = "raise epsilon, or check that labels leave enough candidates"
-        message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}"
-        warnings.warn(f"{message}: {advice}", stacklevel=3)
+        message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
+        message += "raise epsilon, or check that labels leave enough candidates"
+        warnings.warn(message, stacklevel=3)
     return step == max_steps or last <= tolerance or math.isnan(last)
 
 
 def mean_one(log_w: Tensor, log_n: Tensor | float | None = None) -> Tensor:
     """Normalise weights to mean 1 over the candidates of each anchor: log N + log_softmax(log w).
-    log_w (A, N), up to a constant of each row, −∞ where a candidate does not count. log_n: log N,
-    (A,) or a number; None: N counts the entries above −∞, which is too few for `hardest`. A row
-    needs a candidate: one of −∞ alone gives NaN."""
+    The sum over N weighted negatives then compares with that over N plain ones, as τ⁺ and its floor
+    assume. log_w (A, N), −∞ where a candidate does not count. log_n: log N, (A,) or a number; None:
+    N counts the entries above −∞, which for `hardest` is 1. A row of −∞ alone gives NaN."""
     if log_n is None:
         log_n = (log_w > -INF).sum(-1).to(log_w.dtype).log()
     if torch.is_tensor(log_n):
@@ -254,7 +247,7 @@ def weigh(
     `top` are 0 or −∞. A function of one's own is taken as it is, −∞ where the logits are.
     temperature and potential: of `transported`."""
     if callable(options.weights):
-        return options.weights(logits).masked_fill(logits < _MASKED, -INF)
+        return options.weights(logits).masked_fill(logits == -INF, -INF)
     if options.weights == "uniform":
         return uniform(logits)
     if options.weights == "top":
@@ -263,10 +256,9 @@ def weigh(
         log_w = tilted(logits, options.beta)
     elif options.weights == "hardest":
         log_w = hardest(logits)
-    else:
-        log_w = transported(
-            logits, options.epsilon, options.cost, options.kappa, temperature, potential
-        )
+    elif options.weights == "transported":
+        settings = options.epsilon, options.cost, options.kappa
+        log_w = transported(logits, *settings, temperature, potential)
     return mean_one(log_w, log_n)
 
 
@@ -285,14 +277,14 @@ def debiased(
     log_n: Tensor | float | None = None,
 ) -> Tensor:
     """Compute the log of the weighted sum of e^s over negatives, less that of false negatives.
-        log max( (Σ_j w_j e^{s_j} − N τ⁺ E⁺) / (1 − τ⁺),  N e^{−1/t} ),
-        E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     N = Σ_j w_j
+        log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),
+        E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     W = Σ_j w_j, which is N for weights of mean 1
 
-    pos, neg are logits, log_w_pos (A, M; None: uniform) → (A,). log_n: log N, if it is known. The
-    floor is the paper's, as no cosine is below −1. Where it binds, neither term has a gradient; on
-    a CPU, a warning says if it binds for most anchors. For uniform weights the correction is the
-    expected sum over false negatives. For all others it is the published one, but does not follow
-    from q: for `tilted`, the anchor's class has the share τ⁺ Z⁺/Z_β under q_β, not τ⁺.
+    pos, neg are logits, log_w_pos (A, M; None: uniform, no pos is −∞) → (A,). log_n: log W; None:
+    computed. The floor is the paper's, as no cosine is below −1. Where it binds, neither term has a
+    gradient; on a CPU, a warning says if it binds for most. For uniform weights the correction is
+    the expected sum over false negatives. For all others it is the published one, but does not
+    follow from q: for `tilted`, the anchor's class has the share τ⁺ Z⁺/Z_β under q_β, not τ⁺.
     Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
     Ref: [1] Eq. 2, Fig. 5 (without N); [2] Eq. 8"""
     total = log_sum(neg, log_w)
@@ -304,12 +296,12 @@ def debiased(
         log_mean = log_sum(pos) - math.log(pos.shape[1])
     else:
         log_mean = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
-    excess = log_n + math.log(tau_plus) + log_mean - total
-    nothing_left = excess >= 0  # the difference is not above 0
-    log_share = torch.log(-torch.expm1(excess.masked_fill(nothing_left, -1)))
+    log_false_share = log_n + math.log(tau_plus) + log_mean - total
+    nothing_left = log_false_share >= 0
+    log_share = torch.log(-torch.expm1(log_false_share.masked_fill(nothing_left, -1)))
     rest = total + log_share - math.log1p(-tau_plus)
     floor = log_n - 1 / temperature
-    clamped = nothing_left | (rest < floor)
+    clamped = (nothing_left | (rest < floor)) & (total > _MASKED)  # not without negatives
     if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
         message = "the floor binds for most anchors, whose negatives get no gradient"
         warnings.warn(f"debiasing: {message}: raise temperature or lower tau_plus", stacklevel=2)
@@ -329,7 +321,8 @@ def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
 
 def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    λ of [4] is 1/N here, 1/(αN) for `top`, as in the limit t → ∞ of `nce`.
+    [4] has a factor λ before the sum; here it is 1/N, 1/(αN) for `top`, as in the limit t → ∞ of
+    `nce`. An anchor without negatives keeps its first term.
     Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
     return _weighted_mean(neg, log_w) - pos.mean(-1)
 
@@ -346,7 +339,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
 def _weighted_mean(x, log_w):
     """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension, 0 without a candidate."""
     w = torch.softmax(log_w.clamp_min(_NONE), -1)  # clamp: a row of −∞ alone would give NaN
-    return (w * x.masked_fill(log_w < _MASKED, 0)).sum(-1)
+    return (w * x.masked_fill(torch.minimum(log_w, x) < _MASKED, 0)).sum(-1)
 
 
 def ppcl(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
@@ -405,20 +398,20 @@ def contrastive_loss(
                     order of torch.cat(views). The other views of its sample are its positives, the
                     views of other samples its candidates
     negatives       (K, D): the candidates are these rows instead, and the anchors the first view
-                    alone; or (B, K, D), rows for each anchor. For both those of the batch and given
-                    ones, pass (K, D): negatives=torch.cat([y, given.flatten(0, 1)]),
+                    alone; or (B, K, D), rows for each anchor. For the second views and given rows
+                    together: negatives=torch.cat([y, given.flatten(0, 1)]),
                     positive_index=torch.arange(B) for the views x, y
     positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
                     candidate
     negative_mask   boolean (A, N), True where the candidate may be a negative: for ragged or
                     filtered ones
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
-                    they are positives. With negatives: (B + K,), the last K for its rows; (B,) then
-                    has no effect
+                    they are positives. Every number is a label: none says "unknown". With
+                    negatives: (B + K,), the last K for its rows; (B,) then has no effect
     group           a torch.distributed process group: the candidates are the views of every rank;
                     `negatives` are as passed, see `gather`. All ranks call together, with views of
-                    one shape. "mean" and "sum" are those of one process; so are gradients, averaged
-                    over the ranks
+                    one shape. The value is that of one process on all views, and so is the gradient
+                    once DDP has averaged it
     return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors at
                     the floor of debiasing; `ess`, (Σw)²/Σw² as a share of N; `positive` and
                     `negative`, mean cosines
@@ -426,8 +419,10 @@ def contrastive_loss(
     The options are the fields of `Options`, with these defaults:
 
     loss="simclr"   a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
-    weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights
-    objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → (a,)
+    weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights;
+                    with τ⁺ > 0 also those of several positives, (a, M)
+    objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → (a,);
+                    an anchor without candidates has a row of −1e30
     tau_plus        τ⁺ in [0, 1), of nce, ppcl and decoupled; not of a function
     temperature=0.5  t > 0, divides cosines; a 0-d tensor that requires a gradient is learned. Its
                     value is checked on a CPU, but neither on a GPU nor in compiled code
@@ -437,21 +432,22 @@ def contrastive_loss(
                     "sqeuclidean" or "exp", κ of "exp"
     margin=0.0      η ≥ 0 of triplet
     absolute_margin, relative_margin   drop likely false negatives: a candidate stays if its cosine
-                    is at most p − absolute_margin and at most p − relative_margin · |p|, p the
+                    is at most c − absolute_margin and at most c − relative_margin · |c|, c the
                     anchor's largest positive cosine; None: all stay
     normalize=True  project rows to the unit sphere first; if False, they must have unit norm
-    detach_weights  no gradient through the weights; None: stop it for transported alone, as the
-                    authors' code does
+    detach_weights  True: no gradient through the weights. None: True for transported, as in the
+                    authors' code, else False
     reduction="mean"  "mean", "sum", or "none": one value for each anchor
     block_size      anchors in a block; it changes results by rounding alone. None: an ordinary
                     batch (2^18 pairs on a CPU, 2^24 on a GPU) at once, a larger one in blocks, in
-                    memory that grows like A + N, and not to be differentiated twice. 0: at once
+                    memory that grows like A + N, and not to be differentiated twice. 0: at once.
+                    For "none" and for functions a backward pass computes each block again
 
     Takes any floating dtype; computes in float32 at least, with autocast off. Ignores options that
     weights and objective do not have. Raises ValueError that names the invalid argument, on a CPU
     also for embeddings that are not finite.
     Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
-    options = _settle("contrastive_loss", options)
+    options = _options_of("contrastive_loss", options)
     _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
         pairs = _pair(views, negatives, positive_index, negative_mask, labels, group, options)
@@ -511,7 +507,7 @@ class _Answers(NamedTuple):
 
 
 def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | None) -> _Answers:
-    """Ask the three questions of some anchors. Every call of the loss, of any size, runs this.
+    """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
     neg (a, N): their products with the candidates; those that are no negatives become −∞."""
     # 1. Who could be a negative?
     pos, log_n = _who_(neg, pairs, options)  # (a, M), (a,)
@@ -523,7 +519,7 @@ def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | Non
         logits = _logits(neg, t, options)
         log_w = weigh(logits, options, t, log_n, potential)
         if options.tau_plus > 0 and pos.shape[1] > 1:  # the positives, by the same rule
-            log_w_pos = weigh(pos, options, t, potential=0.0)
+            log_w_pos = weigh(pos, options, t, potential=0.0)  # they are no columns of a coupling
 
     # 3. What is done with them?
     losses = _judge(pos, neg, log_n, log_w, log_w_pos, t, options)
@@ -559,11 +555,8 @@ def _judge(pos, neg, log_n, log_w, log_w_pos, t, options):
         log_n = None  # the weights are not of mean 1: their sum is not N
     debiasing = {"tau_plus": options.tau_plus, "temperature": t}
     debiasing |= {"log_w_pos": log_w_pos, "log_n": log_n}
-    if options.objective == "nce":
-        return nce(pos, neg, log_w, **debiasing)
-    if options.objective == "ppcl":
-        return ppcl(pos, neg, log_w, **debiasing)
-    return decoupled(pos, neg, log_w, **debiasing)
+    objective = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}[options.objective]
+    return objective(pos, neg, log_w, **debiasing)
 
 
 def _pair(views, negatives, positive_index, negative_mask, labels, group, options):
@@ -591,7 +584,7 @@ def _pair(views, negatives, positive_index, negative_mask, labels, group, option
         lined_up = _line_up_given(z, len(views), negatives, positive_index, labels)
     anchors, positives, candidates, own, labels, candidate_labels = lined_up
     if options.objective not in ON_COSINES:
-        anchors = anchors / t
+        anchors = anchors / t  # a learned t gets its gradient here, and where `answer` takes it
     pos = torch.einsum("ad,amd->am", anchors, positives)
     return _Pairs(anchors, candidates, pos, own, negative_mask, labels, candidate_labels, t)
 
@@ -599,6 +592,7 @@ def _pair(views, negatives, positive_index, negative_mask, labels, group, option
 def _line_up_batch(z, v, labels, group):
     """Take all rows of v views, z (V·B, D), as anchors, and those of all ranks as candidates."""
     b = len(z) // v
+    # k·B rows on, and around the end, stands the next view but k − 1 of the same sample
     positives = torch.stack([z.roll(-k * b, 0) for k in range(1, v)], 1)  # (A, M, D)
     first = 0 if group is None else distributed.get_rank(group) * len(z)
     columns = torch.arange(first, first + len(z), device=z.device)
@@ -630,8 +624,8 @@ def _add_labelled(pos, neg, pairs):
 @torch.no_grad()
 def _exclude_(neg, pos, pairs, options):
     """Write −∞ into products (a, N) where the candidate is no negative; return log N_i, (a,).
-    No gradient is stopped by this: where neg is −∞, its gradient is 0. An anchor that has no
-    candidate at all keeps finite ones, _NONE, as a row of −∞ alone would give NaN."""
+    No gradient is stopped by this: where neg is −∞, its gradient is 0. The row of an anchor without
+    candidates is filled with _NONE, as a row of −∞ would give NaN."""
     neg.scatter_(1, pairs.own, -INF)
     count = neg.shape[1] - pairs.own.shape[1]
     filters = [pairs.mask, pairs.labels, options.absolute_margin, options.relative_margin]
@@ -643,8 +637,8 @@ def _exclude_(neg, pos, pairs, options):
         neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, -INF)
     nearest_positive = pos.amax(1, keepdim=True)
     if options.absolute_margin is not None:
-        one = 1 if options.objective in ON_COSINES else pairs.t  # cosine 1 is the logit 1/t
-        neg.masked_fill_(neg > nearest_positive - options.absolute_margin / one, -INF)
+        t = 1 if options.objective in ON_COSINES else pairs.t
+        neg.masked_fill_(neg > nearest_positive - options.absolute_margin / t, -INF)
     if options.relative_margin is not None:
         limit = nearest_positive - options.relative_margin * nearest_positive.abs()
         neg.masked_fill_(neg > limit, -INF)
@@ -656,14 +650,14 @@ def _exclude_(neg, pos, pairs, options):
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
 
-    Options of a call override those given here. An nn.Parameter as temperature is learned. Other
-    libraries call another loss so: that of pairs with a margin, by Hadsell et al."""
+    Options of a call override those given here. An nn.Parameter as temperature is learned. In other
+    libraries, ContrastiveLoss is the loss of pairs with a margin by Hadsell et al."""
 
     def __init__(self, loss: str = "simclr", **options):
         super().__init__()
         self.given = {"loss": loss, **options}
         settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
-        settled = _settle("ContrastiveLoss", settings)
+        settled = _options_of("ContrastiveLoss", settings)
         self.options = vars(settled)  # all of them
         self.weights = settled.weights
         self.objective = settled.objective
@@ -691,7 +685,7 @@ def _statistics(pairs, options, potential, group):
     """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
     some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
     _, pos, neg, _, log_w, log_w_pos = answer(some, some.products(), options, potential)
-    cosine = 1 if options.objective in ON_COSINES else pairs.t  # of a product of 1
+    t = 1 if options.objective in ON_COSINES else pairs.t
     is_negative, is_positive = neg > _MASKED, pos > -INF
     n = is_negative.sum(1)
     log_sum_w, log_sum_w2 = log_sum(log_w), log_sum(2 * log_w)  # (a,)
@@ -703,8 +697,8 @@ def _statistics(pairs, options, potential, group):
     parts = {  # values, and where they count
         "clamped": (clamped, n >= 0),
         "ess": (effective, n > 0),
-        "positive": (pos * cosine, is_positive),
-        "negative": (neg * cosine, is_negative),
+        "positive": (pos * t, is_positive),
+        "negative": (neg * t, is_negative),
     }
     sums = [torch.where(counts, x, 0).sum() for x, counts in parts.values()]
     sums += [counts.sum() for _, counts in parts.values()]
@@ -722,8 +716,9 @@ def draw(
     log_w: Tensor, k: int, replacement: bool = False, generator: torch.Generator | None = None
 ) -> Tensor:
     """Draw k negatives for every anchor, candidate j with probability w_ij / Σ_l w_il.
-    log_w (A, N), up to a constant of each row → indices (A, k), distinct unless with replacement.
-    generator: on log_w's device. Raises ValueError, on a CPU, if a row has too few candidates."""
+    log_w (A, N), up to a constant of each row → indices (A, k), distinct unless with replacement:
+    rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
+    on a CPU, if a row has too few candidates."""
     shares = torch.softmax(log_w, -1)
     if _may_read(shares):
         fewest = (shares > 0).sum(-1).amin()
@@ -737,18 +732,17 @@ def draw(
 
 # ---- 5. Numerics and checks --------------------------------------------------------------------
 
-_NONE = -1e30  # the logits of an anchor that has no candidate: finite, as −∞ − (−∞) is NaN
-_MASKED = -1e28  # logits and log weights below this do not count
-
 
 def unit(x: Tensor) -> Tensor:
-    """Project rows (..., D) to the unit sphere: z = x / ‖x‖. A zero row and its gradient stay."""
+    """Project rows (..., D) to the unit sphere: z = x / ‖x‖.
+    A zero row stays 0, and its gradient passes unchanged."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
 
 
 class _LogSum(torch.autograd.Function):
-    """Compute log Σ e^{x + y} along a dimension, and the shares e^{x + y} / Σ e^{x + y}."""
+    """Compute log Σ e^{x + y} along a dimension, and the shares e^{x + y} / Σ e^{x + y}.
+    Like torch.logsumexp(x + y), but in fewer passes, and without NaN for a fully masked row."""
 
     @staticmethod
     def forward(x, y, dim):
@@ -756,7 +750,7 @@ class _LogSum(torch.autograd.Function):
         # a fully masked row gives the lowest finite number, and no NaN
         total.clamp_min_(torch.finfo(total.dtype).min)
         largest = total.amax(dim)
-        # softmax is one fused pass, so the sum is read off its largest share
+        # softmax is one fused pass, and its largest share is 1 / Σ e^{total − largest}
         shares = torch.softmax(total, dim, out=total)
         return largest - shares.amax(dim).log(), shares
 
@@ -779,7 +773,8 @@ class _LogSum(torch.autograd.Function):
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
-    """Compute log Σ_j e^{x_j + y_j}, in float32 at least; a masked row gives the lowest number."""
+    """Compute log Σ_j e^{x_j + y_j}, in float32 at least.
+    A fully masked row gives the lowest number; one of a single x gives x."""
     x = _upcast(x)
     if y is None:
         if x.shape[dim] == 1:
@@ -834,7 +829,7 @@ def _check_finite(value, views, negatives):
         named["negatives"] = negatives
     for name, x in named.items():
         if not x.isfinite().all():
-            raise _NotFinite(f"{name} is not free of NaN and inf; it must be finite")
+            raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
 
 
 @dataclasses.dataclass
@@ -919,7 +914,7 @@ SETTINGS = [field.name for field in dataclasses.fields(Options)]
 PER_CALL = "negatives positive_index negative_mask labels group return_stats".split()
 
 
-def _settle(caller, given):
+def _options_of(caller, given):
     """Check the options of a call, and decide what is left open."""
     for name in given:
         if name not in SETTINGS:
@@ -982,10 +977,7 @@ def _check_negatives(negatives, b, d, weights):
     fits = fits and negatives.shape[-1] == d and (negatives.ndim == 2 or len(negatives) == b)
     wanted = f"a floating tensor (K, {d}) or ({b}, K, {d})"
     _require(fits, "negatives", _describe(negatives), wanted)
-    wanted = (
-        "another rule with negatives (B, K, D): as anchors share no candidate, their only coupling "
-        "is uniform"
-    )
+    wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
     _require(negatives.ndim == 2 or weights != "transported", "weights", repr(weights), wanted)
 
 
@@ -1004,8 +996,8 @@ def _evaluate(pairs, options, potential):
     """Compute the losses of all anchors, (A,), or their mean or sum."""
     size = _block_size(pairs, options)
     blocks = _slices(len(pairs.anchors), size)
-    free = callable(options.weights) or callable(options.objective)
-    if size > 0 and torch.is_grad_enabled() and options.reduction != "none" and not free:
+    own_function = callable(options.weights) or callable(options.objective)
+    if size > 0 and torch.is_grad_enabled() and options.reduction != "none" and not own_function:
         total = _in_blocks(pairs, options, potential, size)
         return total / len(pairs.anchors) if options.reduction == "mean" else total
 
@@ -1016,7 +1008,7 @@ def _evaluate(pairs, options, potential):
     if size > 0 and torch.is_grad_enabled():
         # "none": the gradient of each loss is known in the backward pass alone, and only autograd
         # sees the parameters of a function: so the backward pass computes each block again
-        again = {"use_reentrant": False, "preserve_rng_state": free}
+        again = {"use_reentrant": False, "preserve_rng_state": own_function}
         losses_of = functools.partial(checkpoint, losses_of, **again)
     parts = [losses_of(rows, potential, *pairs) for rows in blocks]
     losses = torch.cat(parts)
@@ -1043,16 +1035,17 @@ def _slices(n, size):
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
-# With glibc, freeing one large piece of memory makes it keep what is freed later, up to 62 MB, for
-# the next block: fresh pages would cost more than the arithmetic. The piece itself is not touched.
+# glibc keeps freed memory, up to twice the largest piece that was ever freed. This piece, freed at
+# once and never touched, makes that 62 MB: fresh pages would cost more than the arithmetic.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
-# What both operators take: tensors, as `_Pairs` has them, and options by name.
+# What both operators take: tensors, as `_Pairs` has them, and options by name. A new option of a
+# rule or an objective goes here, too.
 TENSORS = (
     "Tensor anchors, Tensor candidates, Tensor pos, Tensor own, Tensor? mask, Tensor? labels, "
     "Tensor? candidate_labels, Tensor t"
 )
-NUMBERS = (
+VALUES = (
     "str weights, str objective, float tau_plus, float beta, float alpha, float epsilon, str cost, "
     "float kappa, float margin, float? absolute_margin, float? relative_margin, bool detach_weights"
 )
@@ -1060,39 +1053,40 @@ NAMESPACE = __name__.replace(".", "_")  # a project may hold several copies of t
 
 
 def _operands(pairs, options):
-    """Return the tensors and the numbers that an operator takes."""
-    names = [word.split()[-1] for word in NUMBERS.split(", ")]
-    numbers = {name: getattr(options, name) for name in names}
+    """Return the tensors and the values of options that an operator takes."""
+    names = [word.split()[-1] for word in VALUES.split(", ")]
+    values = {name: getattr(options, name) for name in names}
     if not torch.is_tensor(pairs.t):
         pairs = pairs._replace(t=pairs.anchors.new_full((), pairs.t))
-    return pairs, numbers
+    return pairs, values
 
 
 def _in_blocks(pairs, options, potential, size):
     """Compute Σ_i ℓ_i; what is stored for its gradient has the size of the embeddings."""
-    tensors, numbers = _operands(pairs, options)
+    tensors, values = _operands(pairs, options)
     if potential is None:
         potential = tensors.t.new_zeros(())  # not used
     learns = pairs.candidates.requires_grad
-    return _blocks(*tensors, potential, size=size, learns_candidates=learns, **numbers)[0]
+    return _blocks(*tensors, potential, size=size, learns_candidates=learns, **values)[0]
 
 
 @torch.library.custom_op(
     f"{NAMESPACE}::blocks",
     mutates_args=(),
-    schema=f"({TENSORS}, Tensor potential, *, SymInt size, bool learns_candidates, {NUMBERS})"
+    schema=f"({TENSORS}, Tensor potential, *, SymInt size, bool learns_candidates, {VALUES})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _blocks(*tensors, size, learns_candidates, **numbers):
+def _blocks(*tensors, size, learns_candidates, **values):
     """Compute Σ_i ℓ_i block by block, and its gradients in the five tensors that have one.
     An operator of its own: compiled code calls it, and need not unroll its blocks."""
-    pairs, potential, options = _Pairs._make(tensors[:-1]), tensors[-1], Options(**numbers)
+    pairs, potential, options = _Pairs._make(tensors[:-1]), tensors[-1], Options(**values)
     anchors, candidates, shared = pairs.anchors, pairs.candidates, pairs.candidates.ndim == 2
     by_anchors, by_candidates = torch.empty_like(anchors), torch.zeros_like(candidates)
     by_pos, by_t = torch.empty_like(pairs.pos), torch.zeros_like(pairs.t)
     by_potential, total = torch.zeros_like(potential), torch.zeros_like(pairs.t)
     # preallocate: fresh memory for each block would cost more than its arithmetic
-    matrix = anchors.new_empty(min(size, len(anchors)), candidates.shape[-2])
+    rows_at_once = min(size, len(anchors)) if shared else 0
+    matrix = anchors.new_empty(rows_at_once, candidates.shape[-2])
     for rows in _slices(len(anchors), size):
         some = pairs.of(rows)
         neg = some.products(out=matrix[: len(some.anchors)])  # (a, N)
@@ -1135,7 +1129,7 @@ def _keep_gradients(ctx, inputs, keyword_only_inputs, output):
 
 
 def _scale_gradients(ctx, by_total, *_):
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # under create_graph=True alone
         raise RuntimeError("to differentiate this loss twice, give it block_size=0")
     slopes = [by_total * slope for slope in ctx.saved_tensors]
     by_anchors, by_candidates, by_pos, by_t, by_potential = slopes
@@ -1151,15 +1145,15 @@ def _potential(pairs, group, options):
     everyone = pairs._replace(**{name: gather(getattr(pairs, name), group) for name in rows})
     if torch.is_grad_enabled() and not options.detach_weights:
         return _couple(everyone, options)
-    tensors, numbers = _operands(everyone, options)
+    tensors, values = _operands(everyone, options)
     if callable(options.objective):
-        numbers["objective"] = "nce"  # a function acts on logits, too
+        values["objective"] = "nce"  # a function acts on logits, too
     detached = [None if x is None else x.detach() for x in tensors]
-    return _couple_detached(*detached, **numbers)
+    return _couple_detached(*detached, **values)
 
 
 def _couple(pairs, options):
-    """Couple anchors and candidates: run Sinkhorn on blocks of −C/ε → g (N,)."""
+    """Couple anchors and candidates: question 1 as in `answer`, then Sinkhorn on −C/ε → g (N,)."""
 
     def log_kernel(rows):
         some = pairs.of(rows)
@@ -1177,11 +1171,11 @@ def _couple(pairs, options):
 
 
 @torch.library.custom_op(
-    f"{NAMESPACE}::couple_detached", mutates_args=(), schema=f"({TENSORS}, *, {NUMBERS}) -> Tensor"
+    f"{NAMESPACE}::couple_detached", mutates_args=(), schema=f"({TENSORS}, *, {VALUES}) -> Tensor"
 )
-def _couple_detached(*tensors, **numbers):
+def _couple_detached(*tensors, **values):
     with torch.no_grad():
-        return _couple(_Pairs._make(tensors), Options(**numbers))
+        return _couple(_Pairs._make(tensors), Options(**values))
 
 
 @_couple_detached.register_fake
@@ -1190,7 +1184,9 @@ def _(anchors, candidates, *_, **__):
 
 
 def _as_one_process(value, reduction, group):
-    """Give the loss of all ranks its value, and a gradient that is right once ranks average it."""
+    """Return the loss over all ranks, with a gradient that is right once DDP has averaged it.
+    `gather` sums gradients over ranks, and DDP divides by their number: that is right for a mean,
+    and a sum is multiplied by it."""
     ranks = distributed.get_world_size(group)
     total = value.detach().clone()
     distributed.all_reduce(total, group=group)
@@ -1228,9 +1224,11 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 
 # ================================================================================================
-# Above is the loss. With a training loop of your own, copy that much. Below are encoders and their
-# training: views, networks, generators, readouts, and the loops of the papers.
-# ================================================================================================
+# Above is the loss. For a training loop of your own, copy that; its unused imports can go. Below
+# are encoders and their training: views, networks, generators, readouts, the loops of the papers.
+
+__all__ += ["Encoder", "MemoryBank", "Game", "SimCLR", "Bank", "Queue", "CLAE", "DiffHard"]
+__all__ += ["Training", "annealed_beta", "lead_in", "in_micro_batches"]
 # ---- 7. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
 
@@ -1263,9 +1261,8 @@ def view(
     affine map of luma and chroma, so its parts commute and the result is clipped once.
     Ref: [6] App. A; [3] 3.1"""
     x = _floats(images)
-    draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32).to(
-        x.dtype
-    )
+    draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32)
+    draws = draws.to(x.dtype)
     # crop and flip: where each pixel of the view comes from, in coordinates from −1 to 1
     for_area, for_ratio, for_x, for_y, for_flip = draws[:, :5].unbind(1)  # (B,) each
     share = _between(for_area, *area)
@@ -1424,8 +1421,8 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
 
 def _descend(loss, optimizer, name, group=None, read=False):
     """Step an optimizer, gradients averaged over ranks.
-    FloatingPointError if the loss of `name` is not finite. On a CPU every step looks. A look makes
-    the host wait for a device, so there only steps look that the caller marks by `read`."""
+    FloatingPointError if the loss of `name` is not finite. To read it, the host waits for a GPU: so
+    on a GPU only steps with `read` check it."""
     if (read or _may_read(loss)) and not loss.isfinite():
         raise FloatingPointError(f"the loss of the {name} is {loss.item()}")
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
@@ -1471,16 +1468,10 @@ def _conv(before, after, kernel=3):
 
 def _up(before, after):
     """Double the side: [9] Fig. 15(b), without class labels."""
-    residual = [
-        nn.BatchNorm2d(before),
-        nn.ReLU(),
-        nn.Upsample(scale_factor=2),
-        _conv(before, after),
-        nn.BatchNorm2d(after),
-        nn.ReLU(),
-        _conv(after, after),
-    ]
-    return _Residual(residual, [_conv(before, after, 1), nn.Upsample(scale_factor=2)])
+    double = nn.Upsample(scale_factor=2)
+    residual = [nn.BatchNorm2d(before), nn.ReLU(), double, _conv(before, after)]
+    residual += [nn.BatchNorm2d(after), nn.ReLU(), _conv(after, after)]
+    return _Residual(residual, [_conv(before, after, 1), double])
 
 
 def _down(before, after, first=False, last=False):
@@ -1595,13 +1586,8 @@ class Game(nn.Module):
         _require(pretrain >= 0, "pretrain", pretrain, "at least 0")
         _require(every >= 1, "every", every, "at least 1")
         _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
-        self.size = size
-        self.pairs = pairs
-        self.ascent = ascent
-        self.momentum = momentum
-        self.pretrain = pretrain
-        self.every = every
-        self.batch_size = batch_size
+        self.size, self.pairs, self.ascent, self.momentum = size, pairs, ascent, momentum
+        self.pretrain, self.every, self.batch_size = pretrain, every, batch_size
         self.G = Generator(size, width, latent)
         self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
@@ -1644,11 +1630,8 @@ class Game(nn.Module):
         g_loss = hinge_generator(self.D(fake))
         _descend(g_loss, self.optimizers["G"], "generator", read=read)
         self.D.requires_grad_(True)
-        return {
-            "d_loss": d_loss.detach(),
-            "g_loss": g_loss.detach(),
-            "diversity": diversity(fake, images),
-        }
+        figures = {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
+        return figures | {"diversity": diversity(fake, images)}
 
     def follow(self) -> None:
         """Let G_ema follow G. Ref: [3] Eq. 7"""
@@ -1725,13 +1708,8 @@ def linear_readout(
     classes = int(train_labels.max()) + 1
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
-    solver = torch.optim.LBFGS(
-        [weight, bias],
-        max_iter=max_steps,
-        tolerance_grad=1e-4,
-        history_size=20,
-        line_search_fn="strong_wolfe",
-    )
+    settings = {"max_iter": max_steps, "tolerance_grad": 1e-4, "history_size": 20}
+    solver = torch.optim.LBFGS([weight, bias], line_search_fn="strong_wolfe", **settings)
 
     def objective():
         solver.zero_grad()
@@ -1859,15 +1837,9 @@ class Bank(SimCLR):
     def step(self, encoder, images, index, generator, group=None, **options):
         z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
         self.seen_index, self.seen_z = gather(index, group), gather(z.detach(), group)
-        return self.contrast(
-            z,
-            self.bank.rows[index],
-            negatives=self.bank.rows,
-            positive_index=index,
-            normalize=False,
-            group=group,
-            **options,
-        )
+        rows = self.bank.rows
+        given = {"negatives": rows, "positive_index": index, "normalize": False}
+        return self.contrast(z, rows[index], group=group, **given, **options)
 
     def after_step(self):
         self.bank.update(self.seen_index, self.seen_z)
@@ -1905,15 +1877,9 @@ class Queue(SimCLR):
         place = torch.arange(len(keys), device=keys.device)
         if group is not None:
             place += distributed.get_rank(group) * len(keys)
-        return self.contrast(
-            z,
-            keys,
-            negatives=torch.cat([self.keys, self.queue.rows]),
-            positive_index=place,
-            normalize=False,
-            group=group,
-            **options,
-        )
+        candidates = torch.cat([self.keys, self.queue.rows])
+        given = {"negatives": candidates, "positive_index": place, "normalize": False}
+        return self.contrast(z, keys, group=group, **given, **options)
 
     def after_step(self):
         self.queue.push(self.keys)
@@ -1949,17 +1915,13 @@ class DiffHard(SimCLR):
     """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
     criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
     Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`. On a device
-    only steps with return_stats check these figures, as a look makes the host wait.
+    only steps with return_stats check these figures, as the host waits for what it reads.
     Ref: [3] Algorithm 1"""
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
-        _require(
-            criterion.objective == "ppcl" or not game.pairs,
-            "objective",
-            criterion.objective,
-            "ppcl, for pairs to be positives; or the game without pairs",
-        )
+        objective, wanted = criterion.objective, "ppcl, for pairs to be positives; or no pairs"
+        _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
         self.game = game
         self.pretrain = game.pretrain
         self.follows = (game.optimizers["ascent"],)
@@ -2000,11 +1962,9 @@ class DiffHard(SimCLR):
         figures = self.game.imitate(self.real, self.generator, self.read)  # Eq. 5
         looks = not self.pretraining and (self.read or _may_read(self.real))
         if looks and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
-            warnings.warn(
-                "the generator has collapsed, or the discriminator tells all its images from real "
-                "ones: lower the game's ascent_lr or lr, or raise pretrain or every",
-                stacklevel=2,
-            )
+            message = "the generator has collapsed, or the discriminator tells all its images from "
+            message += "real ones: lower the game's ascent_lr or lr, or raise pretrain or every"
+            warnings.warn(message, stacklevel=2)
         return figures
 
     def get_extra_state(self):
@@ -2048,7 +2008,7 @@ def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
 
 
 def _warm_up_and_cosine(progress, step):
-    """Rise linearly over a tenth of the run, then fall by a cosine to 0. step: that of one step."""
+    """Rise linearly over a tenth of the run, then fall by a cosine to 0. step: 1 / steps."""
     warm_up = min(10 * (progress + step), 1)
     return warm_up * (1 + math.cos(math.pi * progress)) / 2
 
@@ -2091,7 +2051,8 @@ class Training:
     micro_batch  images that the encoder takes at a time; None: all
     bfloat16     autocast of the encoder; None: if the hardware computes in bfloat16
     group        a torch.distributed process group: each rank takes its share of every batch. The
-                 loss is that of one process, but for BatchNorm. A batch loses < ranks images
+                 loss is that of one process, but for BatchNorm. Up to ranks − 1 images of a batch
+                 are left out
     seed         of order, views and latents; it repeats the run (on a GPU up to rounding)
     A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth
     of an epoch, statistics, too. Epochs below 0 are the pre-training, without a loss.
@@ -2128,8 +2089,7 @@ class Training:
         self.seed = seed
         self.generator = torch.Generator(self.device)
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
-        self.rank = 0
-        self.ranks = 1
+        self.rank, self.ranks = 0, 1
         if group is not None:
             _require(not method.follows, "group", "given", "None: one process plays a game")
             self.rank = distributed.get_rank(group)

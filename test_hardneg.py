@@ -3613,6 +3613,12 @@ def paused(operations, step):
 class TestCopies:
     """The file is copied: two copies live in one program, and take their own names with them."""
 
+    def test_operators_take_every_option_of_a_block(self):
+        """An option that is missing there would have its default in large batches alone."""
+        elsewhere = {"loss", "temperature", "normalize", "reduction", "block_size"}
+        taken = re.findall(r"(\w+)(?=,|$)", hardneg.VALUES)
+        assert {*taken, *elsewhere} == {*hardneg.SETTINGS}
+
     def test_two_copies_in_one_program(self, tmp_path, monkeypatch):
         source = (HERE / "hardneg.py").read_text()
         assert source.count("return beta * logits") == 1
