@@ -1795,7 +1795,7 @@ class SimCLR(nn.Module):
             return result
         return result, {}
 
-    def step(self, encoder, images, index, generator, **options) -> tuple:
+    def step(self, encoder: Callable, images: Tensor, index: Tensor, generator, **options) -> tuple:
         """Compute the loss of a batch, and figures."""
         others = images
         if self.partners is not None:
