@@ -144,7 +144,7 @@ def transported(
 def _log_kernel(logits, epsilon, cost, kappa, temperature):
     """Compute −C/ε, −∞ where the logits are."""
     # −∞ becomes a finite cosine, as 0 · ∞ is NaN in gradients; `uniform` puts −∞ back
-    cosines = temperature * logits.clamp_min(-20 / temperature)
+    cosines = temperature * logits.clamp_min(-2 / temperature)
     log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
     # clamp: a very high cost must stay above what counts as masked
     return log_kernel.clamp_min(_MASKED / 10) + uniform(logits)
@@ -190,18 +190,17 @@ def _log_sums(log_kernel, g):
     """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
     Both come from one pass over the blocks, as a block may have to be computed again."""
     blocks = log_kernel() if callable(log_kernel) else [log_kernel]
-    row_sums, column_sums = [], None
+    row_sums = column_sums = None
     for block in blocks:  # (a, N)
         if g is None:
             g = block.new_zeros(())
         # clamp: −sums stays finite, so −∞ plus it stays −∞
         sums = log_sum(block, g).clamp_min(_MASKED)  # (a,)
-        row_sums.append(sums)
+        # no list of small tensors: between large ones, they would keep freed memory from reuse
+        row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
         sums = log_sum(block, -sums[:, None], dim=0)  # (N,)
-        if column_sums is not None:
-            sums = torch.logaddexp(column_sums, sums)
-        column_sums = sums
-    return torch.cat(row_sums), column_sums.clamp_min(_MASKED)
+        column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
+    return row_sums, column_sums.clamp_min(_MASKED)
 
 
 STEPS_PER_READ = {"cpu": 1}  # the host waits for a GPU, so it reads after every eighth step
@@ -247,7 +246,8 @@ def weigh(
     `top` are 0 or −∞. A function of one's own is taken as it is, −∞ where the logits are.
     temperature and potential: of `transported`."""
     if callable(options.weights):
-        return options.weights(logits).masked_fill(logits == -INF, -INF)
+        log_w = options.weights(logits).masked_fill(logits < _MASKED, _NONE)
+        return log_w.masked_fill(logits == -INF, -INF)
     if options.weights == "uniform":
         return uniform(logits)
     if options.weights == "top":
@@ -286,7 +286,7 @@ def debiased(
     the expected sum over false negatives. For all others it is the published one, but does not
     follow from q: for `tilted`, the anchor's class has the share τ⁺ Z⁺/Z_β under q_β, not τ⁺.
     Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
-    Ref: [1] Eq. 2, Fig. 5 (without N); [2] Eq. 8"""
+    Ref: [1] Eq. 2, Fig. 5 (without N)"""
     total = log_sum(neg, log_w)
     if tau_plus == 0:
         return total
@@ -420,7 +420,8 @@ def contrastive_loss(
 
     loss="simclr"   a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
     weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights;
-                    with τ⁺ > 0 also those of several positives, (a, M)
+                    with τ⁺ > 0 also those of several positives, (a, M). Where its gradient is not
+                    finite at −∞, it has to clamp the logits first
     objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → (a,);
                     an anchor without candidates has a row of −1e30
     tau_plus        τ⁺ in [0, 1), of nce, ppcl and decoupled; not of a function
@@ -735,7 +736,7 @@ def draw(
 
 def unit(x: Tensor) -> Tensor:
     """Project rows (..., D) to the unit sphere: z = x / ‖x‖.
-    A zero row stays 0, and its gradient passes unchanged."""
+    A zero row stays 0, and its gradient passes unchanged. Squares of entries must not overflow."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
 
@@ -902,9 +903,9 @@ NAMES = {
 RANGES = {  # option: from, below, in words
     "temperature": (LEAST, INF, "above 0"),
     "tau_plus": (0, 1, "in [0, 1)"),
-    "beta": (0, INF, "of at least 0"),
+    "beta": (0, 3e8, "in [0, 3e8)"),  # its product with _NONE stays finite
     "alpha": (LEAST, math.nextafter(1, 2), "in (0, 1]"),
-    "epsilon": (LEAST, INF, "above 0"),
+    "epsilon": (1e-37, INF, "above 0"),  # above 0 in float32, too
     "kappa": (math.nextafter(-INF, 0), INF, "that is finite"),
     "margin": (0, INF, "of at least 0"),
     "absolute_margin": (math.nextafter(-INF, 0), INF, "that is finite"),
@@ -1207,6 +1208,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if torch.is_grad_enabled():  # under create_graph=True alone
+            raise RuntimeError("a loss over ranks cannot be differentiated twice")
         grad = grad.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(grad, group=ctx.group)
         ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
@@ -2084,9 +2087,7 @@ class Training:
         self.method = method.to(self.device)
         self.images = images
         self.schedules = schedules or {}
-        self.micro_batch = micro_batch
-        self.group = group
-        self.seed = seed
+        self.micro_batch, self.group, self.seed = micro_batch, group, seed
         self.generator = torch.Generator(self.device)
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
         self.rank, self.ranks = 0, 1

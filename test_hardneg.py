@@ -1244,7 +1244,7 @@ class TestTheorems:
         weights = numpy(transported(torch.tensor(cosines), epsilon).exp())
         close(weights / allowed.sum(1)[:, None] / a, plan, 1e-10)
 
-    @given(**MATRICES, t=st.floats(0.1, 2), epsilon=st.floats(0.05, 5))
+    @given(**MATRICES, t=st.floats(0.1, 0.5), epsilon=st.floats(0.05, 5))
     def test_without_marginals_the_minimiser_is_tilted(self, seed, a, n, t, epsilon):
         """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
         logits = torch.tensor(masked_logits(seed, a, n))
@@ -1472,6 +1472,20 @@ class TestNegatives:
             value = contrastive_loss(*x, **{part: function}, reduction=reduction, block_size=size)
             slopes += torch.autograd.grad(value.sum(), learned)
         close(*slopes, 1e-12)
+
+    @pytest.mark.parametrize("objective", ["nce", "decoupled"])
+    @pytest.mark.parametrize("tau_plus", [0.0, 0.1])
+    def test_a_function_does_not_count_for_anchors_without_candidates(self, objective, tau_plus):
+        def falling(logits):
+            return -logits
+
+        def steep(logits):
+            return logits.clamp_min(-1e15).square() / 10
+
+        x, y = torch.tensor(normal(2, 2, 4, 3))
+        for weights in (falling, steep):
+            options = {"weights": weights, "objective": objective, "tau_plus": tau_plus}
+            assert contrastive_loss(x, y, labels=[0] * 4, **options) == 0
 
     def test_a_forgotten_mask_comes_back(self):
         x, y = torch.tensor(normal(2, 2, 5, 3))
@@ -2169,6 +2183,18 @@ class TestSinkhorn:
     def test_says_that_it_has_not_converged(self):
         with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
             hardneg.sinkhorn(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 0.0, max_steps=2)
+
+    def test_a_cost_of_any_size_has_finite_gradients(self):
+        """κ is ε in another unit: κ and ε e^{−κ} give the numbers of 0 and ε."""
+        x, y = torch.tensor(normal(1, 2, 5, 3))
+        found = []
+        for kappa in (0.0, -60.0):
+            t = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+            options = {"cost": "exp", "kappa": kappa, "epsilon": 3 * math.exp(-kappa)}
+            options |= {"loss": "ot", "detach_weights": False, "labels": [0, 0, 1, 2, 3]}
+            value = contrastive_loss(x, y, temperature=t, **options)
+            found.append((value, torch.autograd.grad(value, t)[0]))
+        same(*found, 1e-6)
 
     @given(**SEEDS)
     def test_exact_rows_do_not_stop_the_first_step(self, seed):
