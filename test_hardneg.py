@@ -3641,6 +3641,150 @@ def paused(operations, step):
     return uncounted
 
 
+class TestCorners:
+    """Details that deliberate faults have shown to need a test of their own."""
+
+    def test_labels_of_own_negatives(self):
+        with pytest.raises(ValueError, match=r"^labels is "):
+            contrastive_loss(
+                *torch.ones(2, 4, 3), negatives=torch.ones(4, 2, 3), labels=torch.zeros(6)
+            )
+
+    def test_statistics_are_of_the_first_pairs(self):
+        x, y = torch.tensor(normal(0, 2, 1000, 4)).unbind()
+        _, stats = contrastive_loss(x, y, return_stats=True)
+        first = 2**20 // 2000
+        close(stats["positive"], F.cosine_similarity(x, y)[:first].mean(), 1e-12)
+
+    def test_an_unknown_device_is_read_after_every_eighth_step(self, monkeypatch):
+        monkeypatch.setattr(hardneg, "STEPS_PER_READ", {})
+        kernel, looks = torch.tensor(normal(0, 6, 5)), []
+        hardneg.sinkhorn(lambda: looks.append(0) or [kernel])
+        assert len(looks) > 8 and len(looks) % 8 == 1  # the first look is at step 0
+
+    def test_while_a_graph_is_captured_sinkhorn_takes_32_steps(self, monkeypatch):
+        monkeypatch.setattr(hardneg, "_is_concrete", lambda x: False)
+        kernel, looks = torch.tensor(normal(0, 6, 6)), []
+        hardneg.sinkhorn(lambda: looks.append(0) or [kernel])
+        assert len(looks) == 33
+
+    @pytest.mark.parametrize("name", ["bank", "queue"])
+    def test_the_own_row_is_no_candidate(self, few, monkeypatch, name):
+        """The loss is that of rows for each anchor, from which its own one is left out."""
+        monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
+        training = begin(
+            few.train[:30], name, method_options={"size": 7} if name == "queue" else {}
+        )
+        method, encoder, index = training.method, training.encoder.eval(), torch.arange(8) + 3
+        loss, _ = method.step(encoder, few.train[index], index, torch.Generator())
+        z = hardneg.embed(encoder, few.train[index])[1]
+        if name == "bank":
+            own, rows = index, method.bank.rows
+        else:
+            own, rows = torch.arange(8), torch.cat([z, method.queue.rows])
+        others = torch.stack([rows[torch.arange(len(rows)) != i] for i in own])
+        close(loss, contrastive_loss(z, rows[own], negatives=others), 1e-5)
+
+    def test_aspects_are_even_on_a_logarithmic_scale(self):
+        axis = ((torch.arange(64) + 0.5) / 64).double().expand(64, 64)
+        x = torch.stack([axis, axis.T, 0 * axis]).expand(400, 3, 64, 64)
+        seen = hardneg.view(x, seeded(3), **PLAIN | {"area": (0.05, 0.05), "ratio": (1 / 4, 4)})
+        sides = (seen.amax((2, 3)) - seen.amin((2, 3)))[:, :2]
+        assert abs((sides[:, 0] / sides[:, 1]).log().mean()) < 0.2
+
+    def test_positive_index_is_no_mask(self):
+        with pytest.raises(ValueError, match=r"^positive_index is "):
+            contrastive_loss(
+                *torch.ones(2, 4, 3), negatives=torch.ones(5, 3), positive_index=[True, False] * 2
+            )
+
+    @given(**SEEDS, m=st.integers(1, 4))
+    def test_without_log_weights_positives_count_the_same(self, seed, m):
+        x = 0.3 * torch.tensor(normal(seed, 3, m + 5))
+        pos, neg, log_w = x[:, :m], x[:, m:] + 3, torch.zeros(3, 5).double()
+        given_ones = hardneg.debiased(
+            pos, neg, log_w, 0.1, 0.5, log_w_pos=torch.zeros(3, m).double()
+        )
+        close(hardneg.debiased(pos, neg, log_w, 0.1, 0.5), given_ones, 1e-12)
+
+    def test_an_anchor_without_candidates_is_one_of_those_not_clamped(self):
+        x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        mask = torch.ones(4, 4).bool()
+        mask[0] = False
+        options = {"loss": "debiased", "tau_plus": 0.9, "negative_mask": mask}
+        _, stats = contrastive_loss(x, x, return_stats=True, **options)
+        close(stats["clamped"], 3 / 4, 1e-6)
+
+    def test_nan_stops_it(self):
+        looks = []
+        hardneg.sinkhorn(lambda: looks.append(0) or [torch.full((3, 3), math.nan)])
+        assert len(looks) <= 9
+
+    def test_a_call_has_the_last_word_on_the_temperature(self):
+        x, y = torch.tensor(normal(0, 2, 4, 3)).unbind()
+        for module in (
+            hardneg.ContrastiveLoss(),
+            hardneg.ContrastiveLoss(temperature=nn.Parameter(torch.tensor(0.5))),
+        ):
+            close(module(x, y, temperature=0.1), contrastive_loss(x, y, temperature=0.1), 1e-12)
+
+    def test_a_relative_margin_alone_drops_candidates(self):
+        x, y = torch.tensor(normal(0, 2, 6, 2)).unbind()
+        p = F.cosine_similarity(x, y).repeat(2)[:, None]
+        z = hardneg.unit(torch.cat([x, y]))
+        mask = z @ z.T <= p - 0.1 * p.abs()
+        want = contrastive_loss(x, y, negative_mask=mask)
+        close(contrastive_loss(x, y, relative_margin=0.1), want, 1e-12)
+        assert not torch.equal(want, contrastive_loss(x, y))
+
+    def test_tau_plus_of_zero_overrides_a_preset(self):
+        x, y = torch.tensor(normal(0, 2, 4, 3)).unbind()
+        close(contrastive_loss(x, y, loss="debiased", tau_plus=0), contrastive_loss(x, y), 1e-12)
+        assert hardneg.ContrastiveLoss("hcl", tau_plus=0.0).tau_plus == 0
+
+    def test_the_floor_of_a_temperature_of_16_bits(self):
+        t, x = torch.tensor(0.3, dtype=torch.bfloat16), torch.eye(4)
+        options = {"loss": "debiased", "tau_plus": 0.9}  # the floor binds
+        want = contrastive_loss(x, x, temperature=float(t), **options)
+        close(contrastive_loss(x, x, temperature=t, **options), want, 1e-6, floor=1e-3)
+
+    def test_blocks_of_a_large_batch_are_small(self, monkeypatch):
+        """A dispatch mode sees inside an operator only if it is called as plain Python."""
+        monkeypatch.setattr(hardneg, "_blocks", hardneg._blocks._init_fn)
+        x = torch.randn(2000, 4)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad), Largest() as largest:
+                contrastive_loss(x, x)
+            assert 2**20 < largest.bytes <= 5 * 2**20
+
+    def test_a_huge_kernel_is_computed_again(self, monkeypatch):
+        """Sinkhorn stores at most 2^24 numbers."""
+        calls, kernel = [], hardneg._log_kernel
+
+        def counted(*arguments):
+            calls.append(0)
+            return kernel(*arguments)
+
+        monkeypatch.setattr(hardneg, "_log_kernel", counted)
+        x, y = torch.tensor(normal(0, 2, 2100, 4), dtype=torch.float32).unbind()
+        contrastive_loss(x, y, loss="ot", epsilon=1.0)
+        blocks = math.ceil(4200 / (2**20 // 4200))
+        assert len(calls) > 2 * blocks and len(calls) % blocks == 0  # each step, then the losses
+
+    @pytest.mark.parametrize("easy, warns", [(1, False), (2, False), (3, True)])
+    def test_warns_if_the_floor_binds_for_more_than_half(self, easy, warns):
+        neg = torch.tensor([[-2.0, -2.0]] * easy + [[2.0, 2.0]] * (4 - easy))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            hardneg.debiased(torch.ones(4, 1), neg, torch.zeros(4, 2), 0.1, 0.5)
+        assert len(said) == warns
+
+    @pytest.mark.parametrize("recipe", hardneg.RECIPES)
+    def test_the_criterion_has_no_weight_decay(self, few, recipe):
+        groups = begin(few.train, recipe=recipe).optimizer.param_groups
+        assert [part["weight_decay"] for part in groups][1:] == [0]
+
+
 class TestCopies:
     """The file is copied: two copies live in one program, and take their own names with them."""
 
