@@ -196,14 +196,14 @@ def _log_sums(log_kernel, g):
             g = block.new_zeros(())
         # clamp: −sums stays finite, so −∞ plus it stays −∞
         sums = log_sum(block, g).clamp_min(_MASKED)  # (a,)
-        # no list of small tensors: between large ones, they would keep freed memory from reuse
+        # a list of small tensors would lie between large ones, and keep freed memory from reuse
         row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
         sums = log_sum(block, -sums[:, None], dim=0)  # (N,)
         column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
     return row_sums, column_sums.clamp_min(_MASKED)
 
 
-STEPS_PER_READ = {"cpu": 1}  # the host waits for a GPU, so it reads after every eighth step
+STEPS_PER_READ = {"cpu": 1}  # on a GPU 8, as the host waits for what it reads
 
 
 def _has_converged(error, step, max_steps, tolerance):
@@ -243,7 +243,7 @@ def weigh(
 ) -> Tensor:
     """Answer question 2 by the options: logits (A, N) → log weights (A, N).
     `tilted`, `hardest` and `transported` get mean 1: log_n is that of `mean_one`. `uniform` and
-    `top` are 0 or −∞. A function of one's own is taken as it is, −∞ where the logits are.
+    `top` are 0 or −∞. The weights of a function are taken as they are, but −∞ where the logits are.
     temperature and potential: of `transported`."""
     if callable(options.weights):
         log_w = options.weights(logits).masked_fill(logits < _MASKED, _NONE)
