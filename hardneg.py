@@ -86,10 +86,9 @@ _MASKED = -1e28  # logits and log weights below this do not count
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
-    # 0 for a candidate, −∞ (or nearly −1e30) where masked; a boolean mask takes twice the time
-    logits = logits.detach()
-    lowest = max(_MASKED, torch.finfo(logits.dtype).min)  # half precision has no 1e28
-    return logits - logits.clamp_min(lowest)
+    # 0 for a candidate; −∞, or −1e30, stays where masked. A boolean mask would take much longer
+    limit = min(-_MASKED, torch.finfo(logits.dtype).max)  # half precision has no 1e28
+    return F.hardshrink(logits.detach(), limit)  # 0 from −limit to limit
 
 
 def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
@@ -748,8 +747,8 @@ class _LogSum(torch.autograd.Function):
     @staticmethod
     def forward(x, y, dim):
         total = x + y
-        # a fully masked row gives the lowest finite number, and no NaN
-        total.clamp_min_(torch.finfo(total.dtype).min)
+        # a fully masked row gives the lowest number, and no NaN, if its first entry is finite
+        total.select(dim, 0).clamp_min_(torch.finfo(total.dtype).min)
         largest = total.amax(dim)
         # softmax is one fused pass, and its largest share is 1 / Σ e^{total − largest}
         shares = torch.softmax(total, dim, out=total)
