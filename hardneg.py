@@ -171,6 +171,7 @@ def sinkhorn(
     not count them. Differentiable; autograd stores 2·A·N numbers for each step.
     Cost: 2·A·N per step; 3 to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about
     1/error if the masks force an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
+    _require(max_steps >= 1, "max_steps", max_steps, "at least 1")
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel, g)
@@ -720,11 +721,10 @@ def draw(
     rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
     on a CPU, if a row has too few candidates."""
     shares = torch.softmax(log_w, -1)
+    enough = True
     if _may_read(shares):
         fewest = (shares > 0).sum(-1).amin()
         enough = fewest >= (1 if replacement else k)
-    else:
-        enough = True
     allowed = "at least 1, and at most the number of candidates of weight above 0"
     _require(k >= 1 and enough, "k", k, allowed)
     return torch.multinomial(shares, k, replacement, generator=generator)
@@ -812,13 +812,17 @@ def _may_read(x):
     return x.device.type == "cpu" and _is_concrete(x)
 
 
+class InvalidArgument(ValueError):
+    """An argument is not what it may be."""
+
+
+class _NotFinite(InvalidArgument):
+    """Embeddings have NaN or inf: a training loop tells this from other errors."""
+
+
 def _require(valid, name, got, allowed):
     if not valid:
-        raise ValueError(f"{name} is {got}; it must be {allowed}")
-
-
-class _NotFinite(ValueError):
-    """Embeddings have NaN or inf: a training loop tells this from other errors."""
+        raise InvalidArgument(f"{name} is {got}; it must be {allowed}")
 
 
 def _check_finite(value, views, negatives):
@@ -1516,8 +1520,7 @@ class Generator(nn.Module):
 
 class Discriminator(nn.Module):
     """Score images (B, 3, size, size) in [0, 1] → (B,), float32: a higher score looks more real.
-    size and width as of `Generator`. Residual blocks halve the side down to 4 × 4.
-    Ref: [9] Fig. 15"""
+    size and width as of `Generator`. Residual blocks halve the side to 4 × 4. Ref: [9] Fig. 15"""
 
     def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
@@ -1748,8 +1751,7 @@ def alignment(x: Tensor, y: Tensor) -> Tensor:
 @torch.no_grad()
 def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     """Measure how near samples of a class are: the mean cosine of pairs that share a label.
-    z (n, D), labels (n,) → in [−1, 1].
-    Ref: [4] Eq. 11, over pairs of one label, as in its Table 1"""
+    z (n, D), labels (n,) → in [−1, 1]. Ref: [4] Eq. 11, over pairs of one label, as its Table 1"""
     z = unit(_upcast(z))
     members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
     sums, counts = members.T @ z, members.sum(0)
