@@ -17,8 +17,8 @@ from torch import nn
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import train
 from hardneg import ContrastiveLoss, unit
+from training import compare, report
 
 HERE = Path(__file__).resolve().parent
 TOPICS, DETAILS, DIM, BATCH, STEPS, SEEDS = 1000, 20, 32, 64, 500, range(5)
@@ -97,7 +97,7 @@ def table(found):
     lines = ["| loss | right detail of 20, % | right topic of 1000, % |", "|---|---|---|"]
     for name, values in found.items():
         within, among = zip(*values, strict=True)
-        lines.append(f"| {name} | {train.spread(within)} | {train.spread(among)} |")
+        lines.append(f"| {name} | {report.spread(within)} | {report.spread(among)} |")
     return "\n".join(lines)
 
 
@@ -109,5 +109,7 @@ if __name__ == "__main__":
     (HERE / "results" / "explicit.json").write_text(json.dumps(found) + "\n")
     print(table(found))
     print(
-        train.verdict({name: [{"linear": v[0]} for v in values] for name, values in found.items()})
+        compare.verdict(
+            {name: [{"linear": v[0]} for v in values] for name, values in found.items()}
+        )
     )

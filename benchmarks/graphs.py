@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
-import train
+from training import compare, report
 
 HERE = Path(__file__).resolve().parent
 SETS = {  # name: figures of [2], Table V, for InfoGraph, HCL and the coupling at four ε
@@ -152,7 +152,7 @@ def table(found):
     lines = [f"| | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
     for k, row in enumerate(ROWS):
         cells = [
-            train.spread(found[name][row]) + f" ({figures[k - 1]})" * (k > 0)
+            report.spread(found[name][row]) + f" ({figures[k - 1]})" * (k > 0)
             for name, figures in SETS.items()
         ]
         lines.append(f"| {row} | {' | '.join(cells)} |")
@@ -181,7 +181,7 @@ def main():
     print(table(found))
     for name, rows in found.items():
         as_runs = {row: [{"linear": value} for value in values] for row, values in rows.items()}
-        print(f"\n{name}. {train.verdict(as_runs)}")
+        print(f"\n{name}. {compare.verdict(as_runs)}")
 
 
 if __name__ == "__main__":

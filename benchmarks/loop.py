@@ -9,7 +9,7 @@ of the ratio of two measurements in one round.
     views               hardneg.view, of a whole batch
     torchvision         the same crops, flips and colours by torchvision's transforms, image by
                         image
-    decoding, N workers train.load on JPEG files, once before training, by N processes (0: its own)
+    decoding, N workers `decode` on JPEG files, once before training, by N processes (0: its own)
     per image           a DataLoader with torchvision's transforms on the same files, two views
                         each, as in the papers' code, with a process per core; without an encoder
 
@@ -38,6 +38,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 import train
+from training.images import decode, read
 
 HERE = Path(__file__).resolve().parent
 BY_TORCHVISION = T.Compose(
@@ -146,8 +147,7 @@ def write_folder(images, path, n):
 
 def measure(options, path):
     """Time all rows, round after round → {row: rates}, {row: the row that its share is of}."""
-    *images, classes = train.load("shapes")
-    images = train.Images(*(x.to(options.device) for x in images), classes)
+    images = read(train.Options(device=options.device))
     write_folder(images, path, options.files)
     files = sorted(map(str, (path / "train").rglob("*.jpg")))
     batch = images.train[: options.batch_size]
@@ -168,7 +168,7 @@ def measure(options, path):
             rates[name].append(rate(step, options))
         for name, n in decoding.items():
             start = time.perf_counter()
-            train.decode(files, 32, n)
+            decode([(path, 0) for path in files], 32, n)
             rates[name].append(len(files) / (time.perf_counter() - start))
         step = loader(files, options)
         for _ in range(5):  # use up the batches read ahead

@@ -20,269 +20,247 @@ from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
+from training import command, compare, report
 
 HERE = Path(__file__).resolve().parent
 SEARCH, THREE, FIVE = [100], range(3), range(5)
 TEMPERATURES = (0.07, 0.1, 0.2, 0.3, 0.5, 1.0)
-LONG = "--fraction 0.4 --epochs 10 --lr 0.003"  # 20 000 images of CIFAR-10 or Tiny ImageNet
-SHORT = "--fraction 0.2 --epochs 12 --batch-size 128 --lr 0.002"  # 10 000 images of CIFAR-10
+LONG = dict(fraction=0.4, epochs=10, lr=0.003)  # 20 000 images of CIFAR-10 or Tiny ImageNet
+SHORT = dict(fraction=0.2, epochs=12, batch_size=128, lr=0.002)  # 10 000 images of CIFAR-10
 
 
 def over_t(losses, temperatures=TEMPERATURES):
     """Make a row for each loss, {loss: its other options}, and each temperature."""
-    return {
-        f"{loss}-{t}": f"--loss {loss} --temperature {t} {options}"
-        for loss, options in losses.items()
-        for t in temperatures
-    }
+    rows = {}
+    for loss, options in losses.items():
+        for t in temperatures:
+            rows[f"{loss}-{t}"] = dict(loss=loss, temperature=t) | options
+    return rows
 
 
-def search(loss, *settings):
-    """Make a row for each setting of a loss."""
-    return {f"{loss}-{k}": f"--loss {loss} {setting}" for k, setting in enumerate(settings)}
+def search(loss, *settings, **several):
+    """Make a row for each setting of a loss; or for each value of one option, several."""
+    for name, values in several.items():
+        settings = [{name: value} for value in values]
+    return {f"{loss}-{k}": {"loss": loss} | setting for k, setting in enumerate(settings)}
 
 
+def rows_of_defaults():
+    """List the settings that the defaults were chosen from."""
+    one_rate = dict(batch_size=256, lr=0.008)
+    rows = search("simclr", temperature=(0.05, 0.07, 0.1, 0.2))
+    rows |= search(
+        "debiased",
+        dict(temperature=0.1, tau_plus=0.001),
+        dict(temperature=0.1, tau_plus=0.01),
+        dict(temperature=0.2, tau_plus=0.01),
+        dict(temperature=0.3, tau_plus=0.1),
+    )
+    rows |= search(
+        "hcl",
+        dict(temperature=0.2, beta=0.5, tau_plus=0.01),
+        dict(temperature=0.2, beta=1, tau_plus=0.01),
+        dict(temperature=0.3, beta=1, tau_plus=0.01),
+        dict(temperature=0.3, beta=1, tau_plus=0.1),
+    )
+    rows |= search("ot", *[dict(temperature=t, epsilon=e) for t in (0.1, 0.2) for e in (0.1, 0.3)])
+    rows |= search(
+        "hard",
+        dict(temperature=0.07, alpha=0.3),
+        dict(temperature=0.1, alpha=0.1),
+        dict(temperature=0.1, alpha=0.3),
+        dict(temperature=0.2, alpha=0.1),
+    )
+    simple = [dict(alpha=alpha, lead_in=True, epochs=16) for alpha in (0.01, 0.03, 0.1, 0.3)]
+    rows |= search("hard-simple", *[row | one_rate for row in simple])
+    triplet = [dict(margin=margin, weights="hardest") for margin in (0, 0.2, 0.5, 1)]
+    return rows | search("triplet", *[row | one_rate for row in triplet])
+
+
+def rows_of_beta():
+    """List [1], App. C: β annealed, and true positives."""
+    rows = {"simclr": dict(loss="simclr")}
+    rows["simclr-true"] = dict(loss="simclr", true_positives=True)
+    variants = {"": {}, "-annealed": dict(anneal=True), "-true": dict(true_positives=True)}
+    for beta in (0.5, 1, 2):
+        for name, variant in variants.items():
+            rows[f"hcl-{beta}{name}"] = dict(loss="hcl", beta=beta, tau_plus=0.01) | variant
+    return rows
+
+
+def rows_of_batch():
+    """List two losses at three sizes of a batch."""
+    rows = {}
+    for size in (32, 128, 512):
+        rows[f"simclr-{size}"] = SIMCLR | dict(batch_size=size)
+        hcl = dict(loss="hcl", temperature=0.2, beta=0.5, tau_plus=0.01)
+        rows[f"hcl-{size}"] = hcl | dict(batch_size=size)
+    return rows
+
+
+SIMCLR = dict(loss="simclr", temperature=0.1)
 CURVE = {
-    "simclr": "",
-    "hard": "--alpha 0.3",
-    "hcl": "--beta 0.5 --tau-plus 0.01",
-    "ot": "--epsilon 0.3",
+    "simclr": {},
+    "hard": dict(alpha=0.3),
+    "hcl": dict(beta=0.5, tau_plus=0.01),
+    "ot": dict(epsilon=0.3),
 }
-GAME = "--method diffhard --width 16 --every 4"
+TINY_HCL = dict(loss="hcl", temperature=0.07, beta=0.5, tau_plus=0.0005)
+GAME = dict(method="diffhard", width=16, every=4)
 GAMES = {  # [3], Tables 1 and 3, Fig. 2; a run sees 80 000 real images, but for twice the epochs
-    "SimCLR": "--loss simclr",
-    "SimCLR-2x": "--loss simclr --batch-size 256",
-    "CLAE": "--method clae --loss simclr --bound 0.015",
-    "CL-GAN": f"{GAME} --no-pairs --no-ascent",
-    "G+Hard": f"{GAME} --no-pairs",
-    "G+Pos": f"{GAME} --no-ascent",
+    "SimCLR": dict(loss="simclr"),
+    "SimCLR-2x": dict(loss="simclr", batch_size=256),
+    "CLAE": dict(method="clae", loss="simclr", bound=0.015),
+    "CL-GAN": GAME | dict(pairs=False, ascent=False),
+    "G+Hard": GAME | dict(pairs=False),
+    "G+Pos": GAME | dict(ascent=False),
     "DiffHard": GAME,
 }
+GAMES_10 = dict(fraction=0.1, epochs=16, pretrain=8)
+GAMES_20 = dict(fraction=0.2, epochs=8, pretrain=4)
+OF_GAMES = dict(batch_size=128, lr=0.002, temperature=0.2)
+SMALL = dict(batch_size=64, lr=0.002)
+AT_02 = SHORT | dict(temperature=0.2)
 STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
-    "defaults": (
-        "shapes",
-        SEARCH,
-        "",
-        {
-            **search("simclr", *(f"--temperature {t}" for t in (0.05, 0.07, 0.1, 0.2))),
-            **search(
-                "debiased",
-                "--temperature 0.1 --tau-plus 0.001",
-                "--temperature 0.1 --tau-plus 0.01",
-                "--temperature 0.2 --tau-plus 0.01",
-                "--temperature 0.3 --tau-plus 0.1",
-            ),
-            **search(
-                "hcl",
-                "--temperature 0.2 --beta 0.5 --tau-plus 0.01",
-                "--temperature 0.2 --beta 1 --tau-plus 0.01",
-                "--temperature 0.3 --beta 1 --tau-plus 0.01",
-                "--temperature 0.3 --beta 1 --tau-plus 0.1",
-            ),
-            **search(
-                "ot", *(f"--temperature {t} --epsilon {e}" for t in (0.1, 0.2) for e in (0.1, 0.3))
-            ),
-            **search(
-                "hard",
-                "--temperature 0.07 --alpha 0.3",
-                "--temperature 0.1 --alpha 0.1",
-                "--temperature 0.1 --alpha 0.3",
-                "--temperature 0.2 --alpha 0.1",
-            ),
-            **search(
-                "hard-simple",
-                *(
-                    f"--alpha {alpha} --lead-in --epochs 16 --batch-size 256 --lr 0.008"
-                    for alpha in (0.01, 0.03, 0.1, 0.3)
-                ),
-            ),
-            **search(
-                "triplet",
-                *(
-                    f"--margin {margin} --weights hardest --batch-size 256 --lr 0.008"
-                    for margin in (0, 0.2, 0.5, 1)
-                ),
-            ),
-        },
-    ),
+    "defaults": ("shapes", SEARCH, {}, rows_of_defaults()),
     "shapes": (
         "shapes",
         FIVE,
-        "",
-        {loss: f"--loss {loss}" for loss in ("simclr", "debiased", "hcl", "ot", "hard")},
+        {},
+        {loss: dict(loss=loss) for loss in ("simclr", "debiased", "hcl", "ot", "hard")},
     ),
     "shapes-64-search": (
         "shapes",
         SEARCH,
-        "--batch-size 64 --lr 0.002",
-        {
-            **search("simclr", "--temperature 0.05", "--temperature 0.1", "--temperature 0.2"),
-            **search(
-                "hcl",
-                *(
-                    f"--temperature {t} --beta {beta} --tau-plus {tau}"
-                    for t, beta, tau in ((0.1, 0.5, 0.01), (0.2, 0.5, 0.01), (0.3, 1, 0.1))
-                ),
-            ),
-        },
+        SMALL,
+        search("simclr", temperature=(0.05, 0.1, 0.2))
+        | search(
+            "hcl",
+            dict(temperature=0.1, beta=0.5, tau_plus=0.01),
+            dict(temperature=0.2, beta=0.5, tau_plus=0.01),
+            dict(temperature=0.3, beta=1, tau_plus=0.1),
+        ),
     ),
     "shapes-64": (
         "shapes",
         FIVE,
-        "--batch-size 64 --lr 0.002",
-        {
-            "simclr": "--loss simclr --temperature 0.1",
-            "hcl": "--loss hcl --temperature 0.1 --beta 0.5 --tau-plus 0.01",
-        },
+        SMALL,
+        {"simclr": SIMCLR, "hcl": dict(loss="hcl", temperature=0.1, beta=0.5, tau_plus=0.01)},
     ),
     "cifar10": (
         "cifar10",
         FIVE,
         LONG,
         {
-            "simclr": "--loss simclr --temperature 0.1",
-            "hard": "--loss hard --temperature 0.07 --alpha 0.3",
-            "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.01",
-            "ot": "--loss ot --temperature 0.07 --epsilon 0.3",
+            "simclr": SIMCLR,
+            "hard": dict(loss="hard", temperature=0.07, alpha=0.3),
+            "hcl": dict(loss="hcl", temperature=0.07, beta=0.5, tau_plus=0.01),
+            "ot": dict(loss="ot", temperature=0.07, epsilon=0.3),
         },
     ),
     "cifar10-beta": (
         "cifar10",
         FIVE,
         LONG,
-        {
-            "simclr": "--loss simclr --temperature 0.1",
-            "hcl-2": "--loss hcl --temperature 0.2 --beta 2 --tau-plus 0.01",
-        },
+        {"simclr": SIMCLR, "hcl-2": dict(loss="hcl", temperature=0.2, beta=2, tau_plus=0.01)},
     ),
     "cifar10-t": ("cifar10", SEARCH, LONG, over_t(CURVE)),
     "tiny-t": (
         "tiny",
         SEARCH,
-        f"{LONG} --size 32",
-        over_t({**CURVE, "hcl": "--beta 0.5 --tau-plus 0.0005"}),
+        LONG | dict(size=32),
+        over_t(CURVE | {"hcl": dict(beta=0.5, tau_plus=0.0005)}),
     ),
     "tiny": (
         "tiny",
         FIVE,
-        f"{LONG} --size 32",
+        LONG | dict(size=32),
         {
-            "simclr": "--loss simclr --temperature 0.1",
-            "hard": "--loss hard --temperature 0.1 --alpha 0.3",
-            "hcl": "--loss hcl --temperature 0.07 --beta 0.5 --tau-plus 0.0005",
-            "ot": "--loss ot --temperature 0.07 --epsilon 0.3",
+            "simclr": SIMCLR,
+            "hard": dict(loss="hard", temperature=0.1, alpha=0.3),
+            "hcl": TINY_HCL,
+            "ot": dict(loss="ot", temperature=0.07, epsilon=0.3),
         },
     ),
-    **{
-        f"classes-{n}": (
-            f"tiny-{n}",
-            THREE,
-            f"--fraction {share} --size 32 --epochs 40 --lr 0.003",
-            {
-                "simclr": "--loss simclr --temperature 0.1",
-                "hcl": "--loss hcl --temperature 0.1 --beta 0.5 --tau-plus 0",
-            },
-        )
-        for n, share in ((10, 1), (50, 0.2), (200, 0.05))
-    },  # 2 500 images of Tiny ImageNet
-    "batch": (
-        "cifar10",
-        THREE,
-        "--fraction 0.2 --epochs 12 --lr 0.002",
-        {
-            f"{loss}-{size}": f"--loss {loss} {options} --batch-size {size}"
-            for size in (32, 128, 512)
-            for loss, options in (
-                ("simclr", "--temperature 0.1"),
-                ("hcl", "--temperature 0.2 --beta 0.5 --tau-plus 0.01"),
-            )
-        },
-    ),
-    "beta": (
-        "cifar10",
-        THREE,
-        f"{SHORT} --temperature 0.2",
-        {  # [1], App. C
-            "simclr": "--loss simclr",
-            "simclr-true": "--loss simclr --true-positives",
-            **{
-                f"hcl-{beta}{name}": f"--loss hcl --beta {beta} --tau-plus 0.01 {options}"
-                for beta in (0.5, 1, 2)
-                for name, options in (
-                    ("", ""),
-                    ("-annealed", "--anneal"),
-                    ("-true", "--true-positives"),
-                )
-            },
-        },
-    ),
-    "epsilon-tau": (
+    "batch": ("cifar10", THREE, dict(fraction=0.2, epochs=12, lr=0.002), rows_of_batch()),
+    "beta": ("cifar10", THREE, AT_02, rows_of_beta()),
+    "epsilon-tau": (  # [2], VII-A
         "cifar10",
         SEARCH,
-        f"{SHORT} --temperature 0.2",
-        {  # [2], VII-A
-            f"{epsilon}-{tau}": f"--loss ot --epsilon {epsilon} --tau-plus {tau}"
+        AT_02,
+        {
+            f"{epsilon}-{tau}": dict(loss="ot", epsilon=epsilon, tau_plus=tau)
             for epsilon in (0.1, 0.3, 1)
             for tau in (0, 0.01, 0.05)
         },
     ),
-    "cost": (
+    "cost": (  # [2], VII-C, Fig. 1
         "cifar10",
         THREE,
-        f"{SHORT} --temperature 0.2 --loss ot",
-        {  # [2], VII-C, Fig. 1
-            "sqeuclidean": "--epsilon 0.3",
-            "exp-0": "--epsilon 0.3 --cost exp",
-            "exp-2": "--epsilon 0.3 --cost exp --kappa 2",
+        AT_02 | dict(loss="ot"),
+        {
+            "sqeuclidean": dict(epsilon=0.3),
+            "exp-0": dict(epsilon=0.3, cost="exp"),
+            "exp-2": dict(epsilon=0.3, cost="exp", kappa=2),
         },
     ),
     "alpha": (
         "cifar10",
         SEARCH,
-        f"{SHORT} --temperature 0.2",
-        {f"hard-{alpha}": f"--loss hard --alpha {alpha}" for alpha in (0.01, 0.03, 0.1, 0.3, 1)},
+        AT_02,
+        {f"hard-{alpha}": dict(loss="hard", alpha=alpha) for alpha in (0.01, 0.03, 0.1, 0.3, 1)},
     ),
-    "temperature": (
+    "temperature": (  # [4], Table 1
         "cifar10",
         THREE,
         SHORT,
-        {  # [4], Table 1
-            **over_t({"simclr": "", "hard": "--alpha 0.1"}),
-            "simple": "--loss simple",
-            "hard-simple": "--loss hard-simple --alpha 0.03 --lead-in",
-        },
+        over_t({"simclr": {}, "hard": dict(alpha=0.1)})
+        | {"simple": dict(loss="simple")}
+        | {"hard-simple": dict(loss="hard-simple", alpha=0.03, lead_in=True)},
     ),
     "games-10": (
         "cifar10",
         THREE,
-        "--fraction 0.1 --epochs 16 --pretrain 8 --batch-size 128 --lr 0.002 --temperature 0.2",
-        {**GAMES, "twice": "--loss simclr --epochs 32"},
+        GAMES_10 | OF_GAMES,
+        GAMES | {"twice": dict(loss="simclr", epochs=32)},
     ),
     "games-20": (
         "cifar10",
         THREE,
-        "--fraction 0.2 --epochs 8 --pretrain 4 --batch-size 128 --lr 0.002 --temperature 0.2",
-        {**GAMES, "twice": "--loss simclr --epochs 16"},
+        GAMES_20 | OF_GAMES,
+        GAMES | {"twice": dict(loss="simclr", epochs=16)},
     ),
 }
+for classes, share in ((10, 1), (50, 0.2), (200, 0.05)):  # 2 500 images of Tiny ImageNet
+    STUDIES[f"classes-{classes}"] = (
+        f"tiny-{classes}",
+        THREE,
+        dict(fraction=share, size=32, epochs=40, lr=0.003),
+        {"simclr": SIMCLR, "hcl": dict(loss="hcl", temperature=0.1, beta=0.5, tau_plus=0)},
+    )
 
 
 def study(name, folders, out):
     """Train what is not there yet of a study, and record it."""
     data, seeds, common, rows = STUDIES[name]
-    rows, first = {row: options.split() for row, options in rows.items()}, data.split("-")[0]
+    first = data.split("-")[0]
     if first != data:  # the first classes alone
         folders = {data: first_classes(folders[first], int(data.split("-")[1]), out / data)}
-    train.compare(
-        rows, ["--data", str(folders[data]), "--no-report", *common.split()], seeds, out / name
-    )
-    found = json.loads((out / name / "compare.json").read_text())
-    for row, run in ((row, run) for row, runs in found.items() for run in runs):
-        run["data"] = run["options"]["data"] = data
-        if name == "games-10":  # [3], Table 3: the encoder's features on other images
-            folder = out / name / f"{row}-{run['seed']}"
-            train.main(["--evaluate", str(folder)])
-            run["transfer"] = json.loads((folder / "evaluate-shapes.json").read_text())["linear"]
+    common = {"data": str(folders[data]), "report": False} | common
+    plan = {}
+    for row, own in rows.items():
+        places = {seed: out / name / f"{row}-{seed}" for seed in seeds}
+        own = common | own
+        plan[row] = [train.Options(**own, seed=seed, out=places[seed]) for seed in seeds]
+    found = compare.compare(plan, train.run, out / name)
+    for row, runs_of_row in found.items():
+        for run in runs_of_row:
+            run["data"] = run["options"]["data"] = data
+            if name == "games-10":  # [3], Table 3: the encoder's features on other images
+                folder = out / name / f"{row}-{run['seed']}"
+                report.transfer(folder, train.Options())
+                transferred = json.loads((folder / "evaluate-shapes.json").read_text())
+                run["transfer"] = transferred["linear"]
     (HERE / "results" / f"{name}.json").write_text(json.dumps(found) + "\n")
 
 
@@ -336,13 +314,13 @@ def table(name):
     That of a search has a column for each temperature."""
     found, rows = read(name), STUDIES[name][3]
     if STUDIES[name][1] is not SEARCH:
-        return train.table_of(found)
+        return compare.table_of(found)
     values = {row: f"{found[row][0]['linear']:.1f}" for row in rows}
     if STUDIES[name][0] == "shapes":  # settings of several kinds
         lines = [
             ["settings", "linear %"],
             ["---"] * 2,
-            *([f"`{rows[row]}`", x] for row, x in values.items()),
+            *([f"`{' '.join(command.words_of(rows[row]))}`", x] for row, x in values.items()),
         ]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     lines = {}
@@ -363,11 +341,11 @@ def summary():
     lines = [["loss", *names.values()], ["---"] * (len(names) + 1)]
     for loss in STUDIES["shapes"][3]:
         cells = [[run["linear"] for run in study.get(loss, [])] for study in found]
-        lines.append([f"`{loss}`", *(train.spread(values) if values else "" for values in cells)])
+        lines.append([f"`{loss}`", *(report.spread(values) if values else "" for values in cells)])
     for figure, name in (("untrained", "untrained encoder"), ("raw", "raw pixels")):
         runs = [next(iter(study.values()))[: 1 if figure == "raw" else None] for study in found]
         lines.append(
-            [name, *(train.spread([run[figure]["linear"] for run in some]) for some in runs)]
+            [name, *(report.spread([run[figure]["linear"] for run in some]) for some in runs)]
         )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -385,7 +363,7 @@ def main():
     args = parser.parse_args()
     for name in args.studies:
         if args.show:
-            print(f"{name}\n{table(name)}\n\n{train.verdict(read(name))}\n")
+            print(f"{name}\n{table(name)}\n\n{compare.verdict(read(name))}\n")
         else:
             study(name, {"shapes": "shapes", "cifar10": args.cifar10, "tiny": args.tiny}, args.out)
     if curves := [name for name in args.studies if name.endswith("-t")]:

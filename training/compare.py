@@ -1,0 +1,126 @@
+"""Train with several losses and seeds, and say which differences hold."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean, stdev
+
+from matplotlib import pyplot as plt
+from torch import distributed
+
+from training import report, require, runs
+from training.images import read
+
+
+def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
+    """Train what is not done yet of each row, and print and draw what came of it.
+    plan: the `train.Options` of a row's runs, one for each seed, as `plan_of` makes them.
+    train(options, images, known, bar) trains one of them, and returns its results."""
+    everything = sum(plan.values(), [])
+    kept = {options.out: runs.finished(options) for options in everything}  # or an error, at once
+    found, known = {name: [] for name in plan}, {}
+    images = read(everything[0])
+    passes = sum(options.passes() for options in everything)
+    with runs.bar_of(passes * len(images.train)) as bar:
+        for name, options in seed_by_seed(plan):
+            bar.set_description(options.out.name)
+            results = kept[options.out]
+            if results:
+                runs.skip(bar, options.passes() * len(images.train))
+            else:
+                with contextlib.redirect_stdout(io.StringIO()):
+                    results = train(options, images, known, bar)
+            found[name].append(results)
+    if images.classes:
+        best_first = sorted(found.items(), key=linear_of_row, reverse=True)
+        found = dict(best_first)
+        picture = draw(found)
+        report.save(out, picture)
+    runs.write_json(out / "compare.json", found)
+    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/")
+    return found
+
+
+def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
+    """Plan the runs of a comparison from the `train.Options` of each loss → {loss: its runs}.
+    Losses are compared after equally many epochs, in batches of one size, at one rate."""
+    require(seeds >= 1, "--seeds", seeds, "at least 1")
+    single = not distributed.is_torchelastic_launched()
+    require(single, "the launcher", "torchrun", "python, to compare losses")
+    alike = {"epochs": max(row.epochs for row in rows)}
+    alike["batch_size"] = min(row.batch_size for row in rows)
+    alike["lr"] = min(row.lr for row in rows)
+    plan = {}
+    for row in rows:
+        plan[row.loss] = []
+        for seed in range(row.seed, row.seed + seeds):
+            own = alike | {"seed": seed, "out": out / f"{row.loss}-{seed}"}
+            plan[row.loss].append(dataclasses.replace(row, **own))
+    return plan
+
+
+def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
+    """Yield the runs of a plan, (name, options): all rows with the first seed come first."""
+    for options_of_a_seed in zip(*plan.values(), strict=True):
+        yield from zip(plan, options_of_a_seed, strict=True)
+
+
+def linear_of_row(row: tuple) -> float:
+    """Return the mean accuracy of a row, (name, results)."""
+    return mean(run["linear"] for run in row[1])
+
+
+def table_of(found: dict[str, list]) -> str:
+    """Write {name: results of each seed} as a Markdown table."""
+    some = next(iter(found.values()))
+    rows = {f"`{name}`": results for name, results in found.items()}
+    rows["untrained encoder"] = [run["untrained"] for run in some]
+    rows["raw pixels"] = [some[0]["raw"]]
+    lines = report.cells(rows)
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def difference(one: list, other: list, figure: str = "linear") -> tuple[float, float]:
+    """Return the mean difference of two rows of results, and its standard error.
+    Results are paired by seed. A seed that one row lacks, of a stopped study, is left out."""
+    gaps = [a[figure] - b[figure] for a, b in zip(one, other, strict=False)]
+    if len(gaps) < 2:
+        return mean(gaps), math.inf
+    return mean(gaps), stdev(gaps) / math.sqrt(len(gaps))
+
+
+def verdict(found: dict[str, list]) -> str:
+    """Say which differences of linear accuracy exceed twice their standard error."""
+    some = next(iter(found.values()))
+    n = len(some)
+    if n < 2 or len(found) < 2 or some[0]["linear"] is None:
+        return "No difference can be judged: that takes two losses, two seeds and classes."
+    exceeding, others = [], []
+    for name, other in itertools.combinations(found, 2):
+        gap, error = difference(found[name], found[other])
+        said = exceeding if abs(gap) > 2 * error else others
+        said.append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
+    odds = {2: 30, 3: 18, 4: 14, 5: 12}.get(n, 10)  # Student's t beyond 2, in percent
+    text = f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
+    text += f"{', '.join(exceeding) or 'none'}. They do not: {', '.join(others) or 'none'}. "
+    return text + f"Of differences that are none, {odds} % exceed it."
+
+
+def draw(found: dict[str, list]) -> report.Picture:
+    """Draw the linear accuracy of each row, with a point for each seed."""
+    figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(found)), layout="constrained")
+    for name in reversed(found):
+        values = [run["linear"] for run in found[name]]
+        axis.barh(name, mean(values), alpha=0.6, color="C0")
+        axis.plot(values, [name] * len(values), "k.", ms=5)
+    best, row = next(iter(found.items()))
+    axis.axvline(mean(run["untrained"]["linear"] for run in row), color="k", ls=":")
+    title = f"{best} reaches {report.spread([run['linear'] for run in row])} %"
+    axis.set(xlabel="linear readout, % of test images", title=title)
+    caption = "Bars are means, points seeds, the dotted line the untrained encoder."
+    return report.Picture("compare", title, caption, figure)

@@ -1,0 +1,444 @@
+"""What an encoder has learned: figures, a table, pictures of a finished run's folder, a page."""
+
+import base64
+import dataclasses
+import html
+import io
+import math
+import shlex
+import string
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torchvision
+from matplotlib import pyplot as plt
+from torch import Tensor
+
+import hardneg
+from training import command, runs
+from training.images import Images, at_most, read, share
+
+COLUMNS = {
+    "linear": "linear %",
+    "knn": "kNN %",
+    "uniformity": "uniformity",
+    "tolerance": "tolerance",
+}
+FIGURES = "loss positive negative ess clamped pair d_loss g_loss diversity".split()
+READOUT = 100_000  # the most training images of a readout: their features must fit into memory
+
+
+# ---- Figures -----------------------------------------------------------------------------------
+
+
+def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -> dict:
+    """Measure an encoder, or for None the pixels, averaged to 32 × 32.
+    Accuracies are in percent. What needs classes is None where there are none."""
+    some = _readable(images)
+    train_labels, test_labels = images.train_labels[some], images.test_labels
+    train, _ = _features(encoder, images.train[some])
+    test, z = _features(encoder, images.test)
+    found = dict.fromkeys(figures)
+    if "uniformity" in found:
+        found["uniformity"] = hardneg.uniformity(z)
+    if "tolerance" in found and images.classes:
+        found["tolerance"] = hardneg.tolerance(z, test_labels)
+    if "linear" in found and images.classes:
+        found["linear"] = hardneg.linear_readout(train, train_labels, test, test_labels)
+    if "knn" in found and images.classes:
+        found["knn"] = hardneg.knn_accuracy(train, train_labels, test, test_labels)
+    return {name: None if x is None else round(float(x), 4) for name, x in found.items()}
+
+
+def _readable(images):
+    """Choose the training images of a readout: those with a label, and at most READOUT of them."""
+    least = 0 if images.classes else -1
+    labelled = (images.train_labels >= least).nonzero()[:, 0].cpu()
+    fraction = min(1, READOUT / max(1, len(labelled)))
+    return labelled[share(images.train_labels[labelled].cpu(), fraction, 0)]
+
+
+def _features(encoder, images):
+    """Return features and embeddings of images; without an encoder, both are the pixels."""
+    if encoder is not None:
+        return hardneg.embed(encoder, images)
+    pool = torch.nn.AdaptiveAvgPool2d(min(32, images.shape[-1]))
+    pixels = torch.cat([pool(part / 255).flatten(1) for part in images.split(500)])
+    return pixels, pixels
+
+
+def measure(encoder, images: Images, name: str, seed: int, known: dict | None = None) -> dict:
+    """Measure the trained encoder, the untrained one of a seed, and raw pixels.
+    The dict `known` keeps the figures of the last two for other runs."""
+    print("measuring the encoder, its untrained state and raw pixels …", flush=True)
+    known = {} if known is None else known
+    start = f"{name} {seed}"
+    if "raw" not in known:
+        known["raw"] = evaluate(None, images)
+    if start not in known:
+        first = runs.untrained(name, images.train.shape[-1], images.train.device, seed)
+        known[start] = evaluate(first, images)
+    trained = evaluate(encoder, images)
+    return trained | {"untrained": known[start], "raw": known["raw"]}
+
+
+def save_results(path: Path, results: dict) -> dict:
+    """Write the results of a run as JSON, and print their table → the results, with versions."""
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+    results = results | {"versions": versions | {"torchvision": torchvision.__version__}}
+    runs.write_json(path, results)
+    print_table(results)
+    before = max(results["untrained"]["linear"] or 0, results["raw"]["linear"] or 0)
+    if results["linear"] is not None and results["linear"] <= before:
+        print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
+    print(f"saved in {path}")
+    return results
+
+
+def transfer(folder: Path, options) -> None:
+    """Measure the encoder of a run on the images of `train.Options`: the readout alone is trained.
+    Ref: [3] Tables 3, 4"""
+    state = runs.read_checkpoint(folder, options.device)
+    was, epochs = state["args"], max(0, state["training"]["epoch"])
+    name = was["encoder"]
+    print(f"{name} of {folder}, after {epochs} epochs of training on {was['data']}")
+    images = read(dataclasses.replace(options, size=state["size"]))
+    encoder = runs.encoder_of(state, options.device)
+    data = Path(options.data).resolve().name
+    if options.fraction < 1:
+        data += f"-{options.fraction:g}"
+    results = {"run": folder, "trained_on": was["data"], "epochs": epochs}
+    results |= {"data": options.data, "fraction": options.fraction}
+    results |= measure(encoder, images, name, was["seed"])
+    save_results(folder / f"evaluate-{data}.json", results)
+
+
+def describe(options, training: hardneg.Training) -> None:
+    """Print the loss with its options, its schedules, and its value at chance."""
+    used = options.of_the_run()
+    words = [f"{name} {used[name]}" for name in hardneg.SETTINGS[1:] if name in used]
+    ranks = f", on {training.ranks} processes" if training.ranks > 1 else ""
+    print(f"loss {options.loss}: {', '.join(words)}{ranks}")
+    for name, schedule in training.schedules.items():
+        first, half, last = (schedule(progress) for progress in (0.0, 0.5, 1.0))
+        print(f"{name} goes from {first:g} to {half:g} by halftime, and ends at {last:g}")
+    if options.objective in ("nce", "ppcl"):
+        images = len(training.images)
+        views = 2 * math.ceil(images / training.steps_per_epoch)
+        others = {"bank": images - 1, "diffhard": 2 * views - 2}
+        if options.method == "queue":
+            others["queue"] = options.queue_size + views // 2 - 1
+        n = others.get(options.method, views - 2)
+        n = math.ceil(n * options.alpha) if options.weights == "top" else n
+        print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
+
+
+def keep_figures(seen: list[dict]) -> None:
+    """Read the figures of some steps, and drop what no epoch is summarised by."""
+    seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
+
+
+def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dict:
+    """Summarise an epoch: the means of its figures and, ten times in a run, the accuracy."""
+    means = {"epoch": training.epoch}
+    for name in FIGURES:
+        values = [step[name] for step in seen if name in step]
+        if values:
+            means[name] = mean(values)
+    if training.epoch % math.ceil(training.epochs / 10) == 0 and images.classes:
+        means |= evaluate(training.encoder, at_most(images, 1000), ("knn",))
+    return means
+
+
+# ---- Tables ------------------------------------------------------------------------------------
+
+
+def spread(values: list, digits: int = 1) -> str:
+    """Write mean ± standard deviation; the mean alone for one value."""
+    text = f"{mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ± {stdev(values):.{digits}f}"
+    return text
+
+
+def cells(rows: dict[str, list]) -> list[list[str]]:
+    """Write {name: figures of each of its runs} as lines of a table, without empty columns."""
+    some = next(iter(rows.values()))[0]
+    shown = [name for name in COLUMNS if some.get(name) is not None]
+    lines = [[""] + [COLUMNS[name] for name in shown]]
+    for title, figures in rows.items():
+        line = [title]
+        for name in shown:
+            digits = 1 if "%" in COLUMNS[name] else 2
+            values = [run[name] for run in figures if name in run]  # older records lack some
+            line.append(spread(values, digits) if values else "")
+        lines.append(line)
+    return lines
+
+
+def rows_of(results: dict) -> dict[str, list]:
+    """Return raw pixels, the untrained and the trained encoder of a run as rows for `cells`."""
+    rows = {"raw pixels": results["raw"], "untrained encoder": results["untrained"]}
+    rows["trained encoder"] = results
+    return {name: [figures] for name, figures in rows.items()}
+
+
+def print_table(results: dict) -> None:
+    """Print the table of a run."""
+    print()
+    for line in cells(rows_of(results)):
+        print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
+
+
+# ---- The page ----------------------------------------------------------------------------------
+
+
+class Picture(NamedTuple):
+    """Hold a picture of the page: what is seen, and how to read it."""
+
+    name: str
+    title: str
+    caption: str
+    figure: plt.Figure
+
+
+PAGE = string.Template("""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>$title</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem }
+body { color: #222 } h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% }
+div { overflow-x: auto } td { padding: .1rem .8rem .1rem 0; white-space: nowrap }
+pre { white-space: pre-wrap; background: #eee }
+</style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
+<p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200
+nearest (kNN). Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean
+cosine within a class.</p>
+$pictures<h2>The command that repeats this run</h2><pre>$command</pre>
+<h2>Options</h2><div><table>$options</table></div></html>
+""")
+
+
+def write_page(folder: Path, images: Images, results: dict) -> None:
+    """Draw the pictures of the run in a folder, and write report.html."""
+    state = runs.read_checkpoint(folder, images.train.device)
+    parts = []
+    for picture in pictures_of(state, images):
+        data = base64.b64encode(save(folder, picture)).decode()
+        title, caption = html.escape(picture.title), html.escape(picture.caption)
+        parts.append(f"<h2>{title}</h2><p>{caption}</p>")
+        parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}">\n')
+    # of all options, so that it repeats the run whatever the defaults become
+    again = shlex.join(["python", "train.py"] + command.words_of(results["options"]))
+    summary = f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s, "
+    summary += f"seed {results['seed']}"
+    page = PAGE.substitute(
+        title=html.escape(f"{results['loss']} on {Path(results['data']).name}"),
+        summary=html.escape(summary),
+        table=_html_table(cells(rows_of(results))),
+        pictures="".join(parts),
+        command=html.escape(again),
+        options=_html_table(results["options"].items()),
+    )
+    runs.write(folder / "report.html", page.encode())
+    print(f"pictures and options in {folder / 'report.html'}")
+
+
+def _html_table(lines):
+    """Write lines of cells as the rows of a table in a page."""
+    rows = []
+    for line in lines:
+        rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}" for cell in line))
+    return "".join(rows)
+
+
+# ---- Pictures: to add one, write a function that returns a Picture, and call it here -----------
+
+plt.switch_backend("Agg")  # needs no screen
+plt.style.use("tableau-colorblind10")
+
+
+def pictures_of(state: dict, images: Images) -> list[Picture]:
+    """Draw what the encoder of a checkpoint has learned, from some 2000 test images."""
+    options = state["args"]
+    _, _, test, labels, classes = at_most(images, 2000)
+    first = runs.untrained(options["encoder"], state["size"], test.device, options["seed"])
+    before = hardneg.embed(first, test)[1]
+    after = hardneg.embed(runs.encoder_of(state, test.device), test)[1]
+    pictures = [draw_curves(state["history"])]
+    pictures.append(draw_nearest(options, {"untrained": before, "trained": after}, labels, test))
+    pictures.append(draw_map(after[::2], labels[::2], classes))
+    if classes:
+        pictures.append(draw_histograms({"untrained": before, "trained": after}, labels))
+    if options["method"] == "diffhard":
+        pictures.append(draw_pairs(state))
+    return pictures
+
+
+def save(folder: Path, picture: Picture) -> bytes:
+    """Write a picture into a folder as PNG → its bytes."""
+    content = io.BytesIO()
+    picture.figure.savefig(content, format="png", dpi=120)
+    plt.close(picture.figure)
+    runs.write(folder / f"{picture.name}.png", content.getvalue())
+    return content.getvalue()
+
+
+def panels(count: int) -> tuple:
+    """Make panels side by side."""
+    figure, axes = plt.subplots(1, count, figsize=(6, 3.4), squeeze=False, layout="constrained")
+    return figure, axes[0]
+
+
+def legend(axis: plt.Axes) -> None:
+    """Set a legend below a panel, where it hides no curve."""
+    axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+
+
+PANEL_OF = {"loss": "losses", "d_loss": "losses", "g_loss": "losses", "knn": "kNN %"}
+
+
+def draw_curves(history: list[dict]) -> Picture:
+    """Draw the figures of each epoch; up to epoch 0, the networks of a game train alone."""
+    curves = {}  # panel: {figure: points}
+    for epoch in history:
+        for name, value in epoch.items():
+            if name != "epoch":
+                panel = curves.setdefault(PANEL_OF.get(name, "cosines and shares"), {})
+                panel.setdefault(name, []).append((epoch["epoch"], value))
+    figure, axes = panels(len(curves))
+    for axis, (title, lines) in zip(axes, sorted(curves.items(), reverse=True), strict=True):
+        for name, points in lines.items():
+            axis.plot(*np.array(points).T, ".-", label=name, linewidth=1)
+        axis.set(title=title, xlabel="epoch")
+        legend(axis)
+    losses = [value for _, value in curves["losses"]["loss"]]
+    title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
+    caption = "Cosines of views of one image (positive) and of others (negative) part during "
+    caption += "training. ess: effective share of negatives; clamped: share of anchors at the "
+    caption += "floor of debiasing."
+    return Picture("curves", title, caption, figure)
+
+
+def draw_nearest(
+    options: dict, embeddings: dict[str, Tensor], labels: Tensor, test: Tensor, columns: int = 7
+) -> Picture:
+    """Draw images with their nearest others and their weights, before and after training.
+    Ref: [2] Fig. 2, 3"""
+    chosen = [int((labels == c).nonzero()[0, 0]) for c in labels.unique()[:4]]
+    if len(chosen) == 1:  # no classes
+        chosen = range(min(4, len(labels)))
+    shape = 2 * len(chosen), columns + 1
+    size = 6, 2 * len(chosen)
+    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat:
+        axis.axis("off")  # where images are few, the last panels of a row stay empty
+    settings = {name: options[name] for name in hardneg.SETTINGS if name in options}
+    settings = hardneg.Options(**settings)
+    for turn, (name, z) in enumerate(embeddings.items()):
+        logits = (z @ z.T / settings.temperature).fill_diagonal_(-math.inf)
+        log_w = hardneg.weigh(logits, settings, settings.temperature)
+        for row, anchor in enumerate(chosen):
+            line = axes[2 * row + turn]
+            _show(line[0], test[anchor], name)
+            nearest = logits[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
+            for axis, k in zip(line[1:], nearest, strict=False):
+                is_false = bool(labels[k] == labels[anchor] >= 0)
+                weight = f"{log_w[anchor, k].exp():.2g}"
+                _show(axis, test[k], weight, "C1" if is_false else "k")
+    caption = "Left, an image; beside it its nearest others, the hardest negatives, with their "
+    caption += "weights."
+    if labels.max() >= 0:
+        caption += " Orange: of the image's class, so a false negative."
+    return Picture("nearest", "The hardest negatives, before and after training", caption, figure)
+
+
+def _show(axis, image, title, color="k"):
+    axis.imshow(image.permute(1, 2, 0).cpu().numpy())
+    axis.set_title(title, fontsize=8, color=color)
+
+
+def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> Picture:
+    """Draw embeddings (n, D) in the plane so that neighbours stay neighbours."""
+    count = min(neighbours, len(z) - 1)
+    nearest = (z @ z.T).fill_diagonal_(-math.inf).topk(count).indices  # (n, count)
+    x = plane(z, nearest).cpu().numpy()
+    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    axis.scatter(*x.T, s=6, color="0.9")  # more classes than colours
+    for label, name in enumerate(classes[:10]):
+        axis.scatter(*x[(labels == label).cpu()].T, s=6, label=name)
+    axis.axis("off")
+    title = f"A map of {len(x)} test images"
+    caption = "Each point is an image, near those that the encoder finds alike."
+    if classes:
+        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
+        share_alike = (labels[nearest] == labels[:, None]).float().mean()
+        shares = labels.bincount() / len(labels)
+        title = f"{100 * share_alike:.0f} % of an image's {count} nearest are of its class"
+        caption += f" Colours are classes; by chance, {100 * shares.square().sum():.0f} % of the "
+        caption += "nearest would be of an image's class. An island may hold several classes: the "
+        caption += "encoder has grouped those images by something else, such as their colours."
+    return Picture("map", title, caption, figure)
+
+
+def plane(z: Tensor, nearest: Tensor, steps: int = 300) -> Tensor:
+    """Place rows (n, D) in the plane, (n, 2), by t-SNE on the graph of their nearest (n, k)."""
+    links = torch.zeros(len(z), len(z), device=z.device).scatter_(1, nearest, 1.0)
+    p = (links + links.T) / links.sum() / 2
+    z = z - z.mean(0)
+    x = (5 * len(z) ** 0.5 * torch.pca_lowrank(z, 2)[0]).requires_grad_()
+    optimizer = torch.optim.Adam([x], 0.5)
+    for _ in range(steps):
+        log_q = -torch.log1p(torch.cdist(x, x).square()).fill_diagonal_(math.inf)
+        attraction = (p * log_q.masked_fill(log_q == -math.inf, 0)).sum()
+        loss = log_q.flatten().logsumexp(0) - attraction
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return x.detach()
+
+
+def draw_histograms(embeddings: dict[str, Tensor], labels: Tensor, bins: int = 100) -> Picture:
+    """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
+    pairs = torch.ones(len(labels), len(labels)).triu(1) > 0
+    same = (labels[:, None] == labels).cpu()[pairs]
+    figure, axes = panels(len(embeddings))
+    overlaps = {}
+    for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
+        cosines = (z @ z.T).cpu()[pairs].clamp(-1, 1)
+        shares = []
+        for title, some in (("one class", same), ("different classes", ~same)):
+            shares.append(cosines[some].histc(bins, -1, 1) / some.sum())
+            axis.plot(torch.linspace(-1, 1, bins).numpy(), shares[-1].numpy(), label=title)
+        axis.set(title=f"{name} encoder", xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
+        legend(axis)
+        overlaps[name] = f"{100 * torch.minimum(*shares).sum():.0f} %"
+    title = f"Same and different classes overlap by {overlaps['trained']} "
+    title += f"(untrained: {overlaps['untrained']})"
+    caption = "On the right, pairs of different classes are hard negatives, pairs of one class "
+    caption += "false ones."
+    return Picture("histograms", title, caption, figure)
+
+
+def draw_pairs(state: dict, n: int = 42) -> Picture:
+    """Draw images of the same latents by the generator and its slow copy, at the end of a game."""
+    options, weights = state["args"], state["training"]["method"]
+    generator = torch.Generator().manual_seed(options["seed"])
+    z = torch.randn(n, options["latent"], generator=generator)
+    images = []
+    for prefix in ("game.G.", "game.G_ema."):
+        network = hardneg.Generator(state["size"], options["width"], options["latent"])
+        own = {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
+        network.load_state_dict(own)
+        with torch.no_grad():
+            images.append(network.eval()(z))
+    sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    axis.imshow(sheet.permute(1, 2, 0).numpy())
+    axis.axis("off")
+    caption = "Each pair: a latent by G and by its slow copy."
+    return Picture("pairs", "Generated images", caption, figure)

@@ -1,0 +1,230 @@
+"""The folder of a run: its checkpoint, its lock, and what makes a run the same run."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+from tqdm import tqdm
+
+import hardneg
+from training import UserError, require
+
+try:
+    import fcntl
+except ImportError:  # on Windows, two runs in one folder go unnoticed
+    fcntl = None
+
+CHECKPOINT, RESULTS = "checkpoint.pt", "results.json"
+MADE = (CHECKPOINT, RESULTS, "report.html", "evaluate-*.json")
+MADE += ("curves.png", "nearest.png", "map.png", "histograms.png", "pairs.png")
+
+
+# ---- Files that are there whole or not at all --------------------------------------------------
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file; one of this name is replaced in one step, once the new one is on the disk."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a dict as JSON."""
+    write(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
+
+
+def save_checkpoint(folder: Path, state: dict) -> None:
+    """Write all that a run needs to go on."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    write(folder / CHECKPOINT, content.getbuffer())
+
+
+def read_checkpoint(folder: Path, device: str) -> dict:
+    """Read the checkpoint of a run; UserError if it is missing, broken or of another program."""
+    path = folder / CHECKPOINT
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        missing = [name for name in ("args", "training", "size", "seen") if name not in state]
+    except Exception as error:  # broken files raise exceptions of many types
+        reason = " ".join(str(error).split())[:100]
+        raise UserError(f"{path} cannot be read ({reason})") from error
+    got = f"without {', '.join(missing)}"
+    require(not missing, str(path), got, "a checkpoint of this program")
+    return state
+
+
+# ---- One run in one folder ---------------------------------------------------------------------
+
+
+def finished(options) -> dict | None:
+    """Read the results in the folder of `train.Options`, if there are any to keep.
+    They have to be those of the same options."""
+    path = options.out / RESULTS
+    if options.overwrite or options.resume or not path.exists():
+        return None
+    results = json.loads(path.read_text())
+    require_same(options.out, results["options"], options.of_the_run())
+    return results
+
+
+def require_same(folder: Path, was: dict, now: dict) -> None:
+    """Require that the run in a folder has the same options."""
+    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    flags = [f"--{name.replace('_', '-')} was {was.get(name)}" for name in changed]
+    wanted = f"another folder: {', '.join(flags)} there; --overwrite replaces it"
+    require(not changed, "--out", folder, wanted)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, rank: int = 0):
+    """Keep other runs out of a folder; the lock goes with the process, however it ends.
+    Of several processes the first has the lock."""
+    if rank > 0:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")
+    except OSError as error:
+        raise UserError(f"--out is {folder}, which cannot be used: {error.strerror}") from error
+    with lock:
+        try:
+            if fcntl is not None:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            message = f"--out is {folder}, where another run is at work; name another"
+            raise UserError(message) from None
+        yield
+
+
+def restore(training: hardneg.Training, options) -> dict | None:
+    """Bring a training to where its run was stopped → the state of the run; None: it begins.
+    options: `train.Options`"""
+    stopped = (options.out / CHECKPOINT).exists() and not (options.out / RESULTS).exists()
+    wanted = stopped if options.resume is None else options.resume
+    if options.overwrite or not wanted:
+        return None
+    try:
+        state = read_checkpoint(options.out, options.device)
+        require_same(options.out, state["args"], options.of_the_run())
+        training.load_state_dict(state["training"])
+    except UserError as error:
+        raise UserError(f"{error}; --no-resume begins anew") from error
+    finally:
+        if training.group is not None:
+            distributed.barrier()  # every process reads the checkpoint before one removes it
+    print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
+    return state
+
+
+def begin(folder: Path, size: int) -> dict:
+    """Remove what an earlier run left → the state of a new one."""
+    for name in MADE:
+        for path in list(folder.glob(name)):
+            print(f"removing {path}, of an earlier run")
+            path.unlink()
+    return {"history": [], "seen": [], "seconds": 0.0, "size": size}
+
+
+@contextlib.contextmanager
+def stoppable(active: bool):
+    """Collect Ctrl-C and SIGTERM in a list, for a loop that stops between steps.
+    The second signal stops at once."""
+    asked, before = [], {}
+
+    def ask(number, _):
+        asked.append(number)
+        signal.signal(number, before[number])
+
+    for number in (signal.SIGINT, signal.SIGTERM) if active else ():
+        before[number] = signal.signal(number, ask)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- Several processes, and what leaves the folder ---------------------------------------------
+
+
+def join(device: str) -> tuple:
+    """Join torchrun's processes → device, process group, rank; None, 0 for one on its own."""
+    if not distributed.is_torchelastic_launched():
+        return device, None, 0
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    distributed.init_process_group({"cuda": "nccl"}.get(device[:4], "gloo"))
+    rank = distributed.get_rank()
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")
+    return device, distributed.group.WORLD, rank
+
+
+@contextlib.contextmanager
+def first_process_first(group):
+    """Let the other processes wait until the first is through."""
+    rank = 0 if group is None else distributed.get_rank(group)
+    if rank > 0:
+        distributed.barrier()
+    yield
+    if group is not None and rank == 0:
+        distributed.barrier()
+
+
+def bar_of(total: int, bar: tqdm | None = None) -> contextlib.AbstractContextManager:
+    """Open a progress bar of images; one that is given stays open."""
+    if bar is not None:
+        return contextlib.nullcontext(bar)
+    return tqdm(total=total, unit=" images", mininterval=1)
+
+
+def skip(bar: tqdm, n: int) -> None:
+    """Move a bar past work that was done before, which says nothing of the speed."""
+    bar.initial += n
+    bar.update(n)
+    bar.unpause()
+
+
+def untrained(name: str, size: int, device: str, seed: int) -> hardneg.Encoder:
+    """Make the encoder that a run with this seed begins with."""
+    torch.manual_seed(seed)
+    encoder = hardneg.Encoder(name, size=size)
+    return encoder.to(device, memory_format=torch.channels_last)
+
+
+def encoder_of(state: dict, device: str = "cpu") -> hardneg.Encoder:
+    """Make the encoder of a checkpoint, as it was trained."""
+    encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
+    encoder.load_state_dict(state["training"]["encoder"])
+    return encoder.to(device)
+
+
+def export(folder: Path, path: Path) -> None:
+    """Write the encoder of a run as a program for torch.export.load, which needs no other code."""
+    state = read_checkpoint(folder, "cpu")
+    encoder = encoder_of(state).eval()
+    example = torch.zeros(2, 3, state["size"], state["size"])
+    any_number = ({0: torch.export.Dim("n")},)
+    program = torch.export.export(encoder, (example,), dynamic_shapes=any_number)
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    write(path, content.getbuffer())
+    shape = ", ".join(str(side) for side in example.shape[1:])
+    print(f"{path}: images (n, {shape}) in [0, 1] → features, embeddings")
