@@ -33,7 +33,6 @@ from hypothesis import strategies as st
 from numpy.random import default_rng as rng
 from scipy.optimize import minimize
 from scipy.special import logsumexp, rel_entr
-from scipy.stats import norm
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -875,6 +874,8 @@ class TestContrastiveLoss:
             "ot": (oracle.ot_eq5, ["epsilon"]),
             "hard": (oracle.hard_eq9, ["alpha"]),
         }[loss]
+        # at a lower ε the plain loop of `ot_eq5` ends before its plan is exact to 1e-9
+        assume(loss != "ot" or drawn["epsilon"] >= 0.5)
         options = {"temperature": t} | {name: drawn[name] for name in names}
 
         def printed(rows):
@@ -1389,79 +1390,6 @@ class TestPublishedCode:
         elif near:  # their mean over k includes the positive
             losses = (1 - 1 / k) * losses
         self.check(losses.mean(), x, direction, expected)
-
-
-class TestTiltedTheorems:
-    """What [1] says of `debiased`, of `tilted` weights and of their limit `hardest` holds."""
-
-    SUMS = [(0, 1.197, 1.197), (1, 1.708, 2.106), (2, 2.401, 3.265), (4, 4.139, 5.147)]
-
-    @pytest.mark.parametrize("beta, exact, published", SUMS)
-    def test_eq_2_departs_from_its_definition(self, beta, exact, published):
-        """Two classes: cosines N(0.6, 0.2²) with the own one, N(0, 0.3²) with the other."""
-        quantiles, tau_plus, t = (np.arange(2000) + 0.5) / 2000, 0.1, 0.5
-        own = np.clip(norm.ppf(quantiles, 0.6, 0.2), -1, 1) / t
-        other = np.clip(norm.ppf(quantiles, 0, 0.3), -1, 1) / t
-        candidates = np.concatenate([own, np.tile(other, 9)])  # p = 0.1 p⁺ + 0.9 p⁻
-        tilt = np.exp(beta * candidates) * (np.arange(20000) >= 2000)
-        defined = (tilt * np.exp(candidates)).sum() / tilt.sum()
-        close(oracle.exact_tilted(own, candidates, beta, tau_plus), defined, 1e-11)
-        close(defined, exact, 5e-4)
-        pos, neg = own[None], candidates[None]
-        weights = oracle.tilted(neg, beta), tau_plus, t, oracle.tilted(pos, beta)
-        eq_2 = oracle.debiased(pos, neg, *weights)
-        close(np.exp(eq_2[0]) / 20000, published, 5e-4)
-        pos, neg = torch.tensor(pos), torch.tensor(neg)
-        rules = (log_weights("tilted", x, beta=beta) for x in (neg, pos))
-        log_w, log_w_pos = rules
-        close(hardneg.debiased(pos, neg, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
-        # the definition needs many positives
-        assert oracle.exact_tilted([2.0], [0.0, 0.5, 1.0, -1.0], 1, 0.1) < 0
-
-    @pytest.mark.parametrize("classes", [2, 5])
-    @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
-    def test_tilted_approaches_the_worst_case(self, classes, seed, b, t, beta, eps):
-        """Prop. 1: 0 ≤ L* − L(q_β) ≤ E_q[M − s] ≤ ε + R P_q(s < M − ε) ≤ ε + R e^{−βε/2}/ρ_ε."""
-        (x, y), labels = normal(seed, 2, b, 3), np.arange(b) % classes
-        options = {"loss": "hcl", "tau_plus": 0, "temperature": t, "labels": labels}
-        views = torch.tensor(x), torch.tensor(y)
-        losses = partial(contrastive_loss, *views, reduction="none", **options)
-        pos, neg = (cosines / t for cosines in similarities(x, y, labels))
-        worst, counts = numpy(losses(weights="hardest")), (neg > -INF).sum(1)
-        gaps = worst - numpy(losses(beta=beta))
-        weights = numpy(log_weights("tilted", torch.tensor(neg), beta=beta).exp()) / counts[:, None]
-        for i in range(2 * b):
-            close(worst[i], oracle.worst_case(pos[i : i + 1], neg[i : i + 1], counts[i])[0], 1e-10)
-            drop, near, far = oracle.worst_case_bound(neg[i], beta, eps)
-            close(weights[i] @ np.where(neg[i] > -INF, neg[i].max() - neg[i], 0), drop, 1e-10)
-            ordered = np.array([0, gaps[i], drop, near, far])
-            assert (np.diff(ordered) >= -1e-10).all()
-            assert beta * drop <= math.log(counts[i]) + 1e-9  # E_q[M − s] ≤ log N / β
-
-    @given(**BATCHES, t=TEMPERATURES)
-    def test_worst_case_is_alignment_plus_separation(self, seed, v, b, d, t):
-        """Theorem 2: L*_∞ = L_align + L*_unif − 1/t²; to gather a class never raises it."""
-        z, labels = oracle.unit(normal(seed, v * b, d)), np.repeat(np.arange(b), v)
-        other = np.arange(v * b).reshape(b, v)[:, np.r_[1:v, 0]].ravel()  # of the same class
-
-        def loss(weights):
-            views = torch.tensor(z), torch.tensor(z[other])
-            options = {"loss": "simple", "labels": labels, "weights": weights}
-            return float(contrastive_loss(*views, **options)) / t**2
-
-        # on the paper's sphere of radius 1/t
-        outside = np.stack([z[labels != c] for c in labels]) / t
-        x, positives, worst = z / t, z[other] / t, loss("hardest")
-        align = oracle.l_align(x, positives)
-        close(worst, align + oracle.l_unif_star(x, outside) - 1 / t**2, 1e-10)
-        close(worst, align - oracle.nearest_distance(x, outside) / 2, 1e-10)
-        assert oracle.l_infinity(x, positives, outside) <= worst + 1e-10
-        assert loss("uniform") <= oracle.l_infinity(x, positives, outside) + 1e-10  # Jensen
-        for c in range(b):
-            before, inside = loss("hardest"), z[labels == c]
-            z[labels == c] = inside[np.argmin((inside @ z[labels != c].T).max(1))]
-            assert loss("hardest") <= before + 1e-10
-        close(loss("hardest"), -oracle.ball_packing(z[::v] / t, np.full(b, 1 / b)) / 2, 1e-10)
 
 
 # ---- Section 4: finding
