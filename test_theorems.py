@@ -486,3 +486,130 @@ class TestTheorems:
             close(oracle.ball_packing(z.numpy(), np.full(sides, 1 / sides)), mean, 1e-12)
             losses.append(loss)
         assert losses[1] <= losses[0] + 1e-12
+
+
+class TestIdentities:
+    """What no paper says: temperature, β and ε are one number, and τ⁺ has the scale 1/N."""
+
+    @pytest.mark.parametrize("weights", ["uniform", "tilted", "transported", "hardest"])
+    @given(**SAMPLES, t=st.floats(0.3, 2), beta=st.floats(0, 3), epsilon=st.floats(0.3, 3))
+    def test_debiasing_by_one_candidate_is_decoupling(self, weights, seed, b, t, beta, epsilon):
+        """nce at τ⁺ = 1/(N + 1) = decoupled at τ⁺ = 0, + log(1 + 1/N), where no floor binds."""
+        x, n = normal(seed, 2 * b, 3), 2 * b - 2
+        options = {"temperature": t, "weights": weights, "beta": beta, "epsilon": epsilon}
+        x = np.concatenate([x[:b], x[:b] + 0.1 * x[b:]])  # a far positive would bind the floor
+        x[b:] *= -1  # here the positive is the farthest: e^p is small
+        value, slope = ours(x, 2, tau_plus=1 / (n + 1), **options)
+        wanted, wanted_slope = ours(x, 2, objective="decoupled", tau_plus=0.0, **options)
+        close(value, wanted + math.log(1 + 1 / n), 1e-12)
+        close(slope, wanted_slope, 1e-12)
+
+    @given(**SEEDS, tau_plus=st.floats(0, 0.5), t=st.floats(0.3, 2), n=st.integers(1, 60))
+    def test_the_pull_on_a_positive_is_between_1_and_kappa(self, seed, tau_plus, t, n):
+        """∂ nce / ∂(−p) = (e^G + κ e^p) / (e^p + e^G), with κ = N τ⁺ / (1 − τ⁺)."""
+        neg = torch.tensor(rng(seed).uniform(-1, 1, (1, n))) / t
+        pos = (neg.min(1, keepdim=True).values - 0.1).requires_grad_()  # no floor binds
+        log_w = torch.zeros_like(neg)
+        (slope,) = torch.autograd.grad(hardneg.nce(pos, neg, log_w, tau_plus=tau_plus).sum(), pos)
+        rest = hardneg.debiased(pos, neg, log_w, tau_plus)[0].exp()
+        kappa = n * tau_plus / (1 - tau_plus)
+        close(-slope, (rest + kappa * pos.exp()) / (pos.exp() + rest), 1e-12)
+        assert min(1, kappa) - 1e-12 <= -slope <= max(1, kappa) + 1e-12
+
+    @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0.1, 5))
+    def test_hcl_is_a_difference_of_two_decoupled_losses(self, seed, b, t, beta):
+        """L_hcl(t, β) = L(t/(1 + β)) − L(t/β) + log N; detached, its slope is L's / (1 + β)."""
+        x = normal(seed, 2 * b, 3)
+        plain = {"objective": "decoupled", "tau_plus": 0.0}
+        tilted = plain | {"temperature": t, "weights": "tilted", "beta": beta}
+        value, slope = ours(x, 2, **tilted)
+        hot, hot_slope = ours(x, 2, temperature=t / beta, **plain)
+        cold, cold_slope = ours(x, 2, temperature=t / (1 + beta), **plain)
+        close(value, cold - hot + math.log(2 * b - 2), 1e-12)
+        close(slope, cold_slope - hot_slope, 1e-12)
+        close(ours(x, 2, detach_weights=True, **tilted)[1], cold_slope / (1 + beta), 1e-12)
+
+    @given(**MATRICES, t=st.floats(0.1, 2), beta=st.floats(0, 5), epsilon=st.floats(0.1, 3))
+    def test_weights_are_another_temperature(self, seed, a, n, t, beta, epsilon):
+        """The push on negatives has simclr's shares at t/(1 + β); for ot, at tε/(t + ε)."""
+        cosines = masked_logits(seed, a, n) / 2
+        neg, pos = torch.tensor(cosines / t), torch.zeros(a, 1, dtype=torch.float64)
+        ot = {"epsilon": epsilon, "temperature": t, "potential": torch.zeros(n)}
+        by_ot = hardneg.mean_one(hardneg.transported(neg, **ot))
+        for log_w, t_effective in (
+            (log_weights("tilted", neg, beta=beta), t / (1 + beta)),
+            (by_ot, t * epsilon / (t + epsilon)),
+        ):
+            s = neg.clone().requires_grad_()
+            (push,) = torch.autograd.grad(hardneg.nce(pos, s, log_w).sum(), s)
+            shares = push / push.sum(1, keepdim=True)
+            close(shares, torch.softmax(torch.tensor(cosines / t_effective), 1), 1e-12)
+
+    @given(**MATRICES, kappa=st.floats(-2, 4), epsilon=st.floats(0.3, 3))
+    def test_kappa_is_epsilon_in_another_unit(self, seed, a, n, kappa, epsilon):
+        logits = torch.tensor(masked_logits(seed, a, n) / 2)
+        potential = torch.zeros(n, dtype=torch.float64)
+        one = hardneg.transported(logits, epsilon, "exp", kappa, potential=potential)
+        other = hardneg.transported(logits, epsilon * math.exp(kappa), "exp", potential=potential)
+        close(one, other, 1e-12)
+
+    @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
+    def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
+        """dH(r)/dt = Var_r(s) / t³, with r the softmax of s/t. Ref: [4] Eq. 5"""
+        s = torch.tensor(rng(seed).uniform(-1, 1, n))
+        temperature = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+        r = torch.softmax(s / temperature, 0)
+        entropy = -(r * r.log()).sum()
+        (slope,) = torch.autograd.grad(entropy, temperature)
+        variance = (r * s * s).sum() - (r * s).sum() ** 2
+        close(slope, variance / t**3, 1e-12)
+
+    @pytest.mark.parametrize("epsilon", [0.1, 0.3])
+    def test_sinkhorn_converges_at_the_second_singular_value(self, epsilon):
+        """From step to step the error falls by σ₂², of √(A N) P*, once it falls evenly."""
+        x, y = oracle.unit(normal(0, 30, 3)), oracle.unit(normal(1, 40, 3))
+        kernel = torch.tensor((x @ y.T - 1) / epsilon)
+        f, g, _ = hardneg.sinkhorn(kernel, tolerance=1e-14)
+        plan = numpy((f[:, None] + kernel + g).exp())
+        rate = np.linalg.svd(math.sqrt(plan.size) * plan, compute_uv=False)[1] ** 2
+        steps = round(math.log(1e-8) / math.log(rate))
+        with pytest.warns(UserWarning, match="Sinkhorn stopped"):
+            errors = [hardneg.sinkhorn(kernel, 1e-16, k)[2] for k in (steps, steps + 1)]
+        close(errors[1] / errors[0], rate, 0.01 * rate)
+
+
+class TestNearestClassMean:
+    """The theorem of the talk to [1]: aligned classes whose means are apart are told apart."""
+
+    @given(**SEEDS, classes=st.integers(2, 5), size=st.integers(2, 8), spread=st.floats(0, 2))
+    def test_error_is_bounded_by_alignment(self, seed, classes, size, spread):
+        """P(another class mean is nearer) ≤ 4 L_align/Δ², Δ the least distance of class means.
+
+        L_align = E ‖f − f⁺‖²/2 over independent pairs of a class, by Markov's inequality.
+        """
+        centres = normal(seed, classes, 1, 3)
+        f = oracle.unit(centres + spread * normal(seed + 1, classes, size, 3))
+        means = f.mean(1)
+        pairs = [np.repeat(f, size, 1), np.tile(f, (1, size, 1))]  # all of a class
+        align = float(hardneg.alignment(*(torch.tensor(x).flatten(0, 1) for x in pairs))) / 2
+        close(align, 1 - (means**2).sum(1).mean(), 1e-12)
+        distances = ((f[:, :, None] - means) ** 2).sum(-1)  # (classes, size, classes)
+        error = (distances.argmin(-1) != np.arange(classes)[:, None]).mean()
+        apart = ((means[:, None] - means) ** 2).sum(-1) + np.diag([INF] * classes)
+        assert error <= 4 * align / apart.min() + 1e-12
+
+    @given(**SEEDS, size=st.integers(2, 8), spread=st.floats(0, 1))
+    def test_near_the_minimum_two_classes_are_told_apart(self, seed, size, spread):
+        """L_align + ‖E f‖² = 1 − Δ²/4 = ε for two equal classes, so the error is at most
+        1 − √(1 − ε) ≤ ε/(1 − ε). It says nothing where ε nears 1, as when classes pile up."""
+        centre = normal(seed, 1, 1, 3)
+        f = np.concatenate([centre, -centre]) + spread * normal(seed + 1, 2, size, 3)
+        f = oracle.unit(f)
+        means = f.mean(1)
+        align = 1 - (means**2).sum(1).mean()
+        epsilon = align + (f.mean((0, 1)) ** 2).sum()
+        close(epsilon, 1 - ((means[0] - means[1]) ** 2).sum() / 4, 1e-12)
+        distances = ((f[:, :, None] - means) ** 2).sum(-1)
+        error = (distances.argmin(-1) != np.arange(2)[:, None]).mean()
+        assert error <= 1 - math.sqrt(1 - epsilon) + 1e-12
+        assert error <= epsilon / (1 - epsilon) + 1e-12
