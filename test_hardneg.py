@@ -77,7 +77,8 @@ BOOLEANS = st.booleans()
 LOW_TAUS = st.sampled_from([0.0, 0.1])
 MARGINS = st.floats(0, 1)
 TEMPERATURES = st.floats(0.2, 2)
-OPTIONS = {"beta": st.floats(0, 5), "epsilon": st.floats(0.2, 2), "margin": MARGINS}
+# Sinkhorn stops at an error of 1e-12; in the plan that is 1e-12 / (1 − σ₂²), too much at a low ε
+OPTIONS = {"beta": st.floats(0, 5), "epsilon": st.floats(0.5, 3), "margin": MARGINS}
 OPTIONS |= {"cost": st.sampled_from(["sqeuclidean", "exp"]), "kappa": st.floats(3, 5)}
 OPTIONS |= {"alpha": st.floats(0.05, 1).map(lambda alpha: round(alpha, 2))}
 OPTIONS |= {"tau_plus": st.sampled_from([0.0, 0.1, 0.3])}
@@ -874,8 +875,6 @@ class TestContrastiveLoss:
             "ot": (oracle.ot_eq5, ["epsilon"]),
             "hard": (oracle.hard_eq9, ["alpha"]),
         }[loss]
-        # at a lower ε the plain loop of `ot_eq5` ends before its plan is exact to 1e-9
-        assume(loss != "ot" or drawn["epsilon"] >= 0.5)
         options = {"temperature": t} | {name: drawn[name] for name in names}
 
         def printed(rows):
