@@ -94,7 +94,7 @@ def uniform(logits: Tensor) -> Tensor:
 def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
     """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
     With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`.
+    Limits: β = 0 is `uniform`, β → ∞ `hardest`. The push has `uniform`'s shares at t/(1 + β).
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
     if beta < torch.finfo(logits.dtype).tiny:  # 0, or 0 in this dtype: 0 · (−∞) would be NaN
         return uniform(logits)
@@ -113,7 +113,7 @@ def top(logits: Tensor, alpha: float = 0.1) -> Tensor:
     """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
     alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
     candidates, at least the first; ties with it stay. For the k nearest, take alpha = k / N. The
-    weight of those that are dropped is not redistributed: w is 0 or 1, and its mean about α.
+    weight of those that are dropped is not redistributed: w is 0 or 1, its mean ⌈αN⌉/N or more.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
     return uniform(logits).masked_fill(logits < _threshold(logits.detach(), alpha), -INF)
 
@@ -151,7 +151,7 @@ def _log_kernel(logits, epsilon, cost, kappa, temperature):
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
     """Compute the cost of coupling two unit rows from their cosine.
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ). Ref: [2] Eq. 5, VII-C"""
+    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), ε with κ is ε e^κ. Ref: [2]"""
     if cost == "sqeuclidean":
         return 1 - cosines
     return torch.exp(2 - 2 * cosines - kappa)
@@ -169,8 +169,9 @@ def sinkhorn(
     after max_steps. On a GPU the host reads the error after every eighth step, and never while a
     graph is captured: then there are 32 steps. Fully masked rows and columns carry no mass; A does
     not count them. Differentiable; autograd stores 2·A·N numbers for each step.
-    Cost: 2·A·N per step; 3 to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about
-    1/error if the masks force an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
+    Cost: 2·A·N per step, which multiplies the error by σ₂², σ₂ the 2nd singular value of √(AN) P: 3
+    to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about 1/error if the masks force
+    an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
     _require(max_steps >= 1, "max_steps", max_steps, "at least 1")
     f = g = None
     for step in range(max_steps + 1):
@@ -285,7 +286,7 @@ def debiased(
     gradient; on a CPU, a warning says if it binds for most. For uniform weights the correction is
     the expected sum over false negatives. For all others it is the published one, but does not
     follow from q: for `tilted`, the anchor's class has the share τ⁺ Z⁺/Z_β under q_β, not τ⁺.
-    Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
+    Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor. τ⁺ has the scale 1/N: see `decoupled`.
     Ref: [1] Eq. 2, Fig. 5 (without N)"""
     total = log_sum(neg, log_w)
     if tau_plus == 0:
@@ -311,9 +312,8 @@ def debiased(
 def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + e^{debiased}) ).
     pos, neg are logits; 0 for an anchor without negatives. Several positives are pooled inside the
-    logarithm; [1] Eq. 2 averages over them outside it.
-    Limits, for one positive, uniform weights and τ⁺ = 0: t → 0 of t · nce is half of `triplet` on
-    `hardest` weights; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
+    logarithm; [1] Eq. 2 averages outside. Limits, for one positive and uniform weights: t → ∞ is
+    log(1 + N) + N/(1 + N)/t · `simple`/(1 − τ⁺); t → 0 of t · nce is `triplet`/2 on `hardest`, τ⁺ = 0.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     log_negatives = debiased(pos, neg, log_w, **debiasing)
     return -F.logsigmoid(log_sum(pos) - log_negatives)
@@ -356,7 +356,9 @@ def ppcl(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
 def decoupled(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
     """Compute `nce` without positives in the denominator: debiased − log Σ_m e^{p_m}.
     pos, neg are logits; 0 for an anchor without negatives. Unlike in `nce`, an easy positive does
-    not shrink the gradient. Ref: [12] Eq. 6"""
+    not shrink the gradient. For one positive, `nce` at τ⁺ = 1/(N + 1) is this at τ⁺ = 0, D(t), plus
+    log(1 + 1/N); D(t) on `tilted` weights is D(t/(1 + β)) − D(t/β) + log N on uniform ones.
+    Ref: [12] Eq. 6"""
     log_negatives = debiased(pos, neg, log_w, **debiasing)
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < _MASKED, 0)
 
@@ -1543,8 +1545,7 @@ def hinge_discriminator(real: Tensor, fake: Tensor) -> Tensor:
 
 
 def hinge_generator(fake: Tensor) -> Tensor:
-    """Compute L_G = −E D(G(z)) from scores (B,).
-    Ref: [3] Eq. 5, which leaves f_G open; −x is that of [9]"""
+    """Compute L_G = −E D(G(z)) from scores (B,). Ref: [3] Eq. 5, where f_G is open; −x as in [9]"""
     return -fake.mean()
 
 
@@ -1999,8 +2000,7 @@ def in_micro_batches(encoder: nn.Module, size: int) -> Callable:
 
 def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
     """Lower β to 0 in steps over progress in [0, 1]: β · (1 − ⌊ℓ · progress⌋ / ℓ), ℓ = changes.
-    Hard negatives matter early; late, many of the hardest have the anchor's class.
-    Ref: [1] App. C"""
+    Hard negatives matter early; late, many of the hardest share the anchor's class. Ref: [1] C"""
     return beta * (1 - math.floor(changes * progress) / changes)
 
 

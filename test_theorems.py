@@ -158,12 +158,13 @@ class TestLimits:
         """
         cost = rng(seed).uniform(0, 2, (a, n))
         kernel = torch.tensor(-cost / 0.05)
-        f, g, _ = hardneg.sinkhorn(kernel, tolerance=1e-7, max_steps=4000)
+        f, g, error = hardneg.sinkhorn(kernel, tolerance=1e-7, max_steps=4000)
+        slack = 2 * float(error) + 1e-9  # mass that is off its row may save its whole cost
         spent = float((torch.exp(f[:, None] + kernel + g) * torch.tensor(cost)).sum())
         least = float((oracle.exact_coupling(cost) * cost).sum())
         if a == n:
             close(oracle.assignment_cost(cost), least, 1e-9)
-        assert least - 1e-6 <= spent <= least + 0.05 * math.log(n) + 1e-6
+        assert least - slack <= spent <= least + 0.05 * math.log(n) + slack
 
     @pytest.mark.parametrize("alpha", [1.0, 0.4, 0.1])
     @given(**MATRICES, t=st.floats(0.05, 2))
@@ -510,8 +511,9 @@ class TestIdentities:
         neg = torch.tensor(rng(seed).uniform(-1, 1, (1, n))) / t
         pos = (neg.min(1, keepdim=True).values - 0.1).requires_grad_()  # no floor binds
         log_w = torch.zeros_like(neg)
-        (slope,) = torch.autograd.grad(hardneg.nce(pos, neg, log_w, tau_plus=tau_plus).sum(), pos)
-        rest = hardneg.debiased(pos, neg, log_w, tau_plus)[0].exp()
+        debiasing = {"tau_plus": tau_plus, "temperature": t}
+        (slope,) = torch.autograd.grad(hardneg.nce(pos, neg, log_w, **debiasing).sum(), pos)
+        rest = hardneg.debiased(pos, neg, log_w, **debiasing)[0].exp()
         kappa = n * tau_plus / (1 - tau_plus)
         close(-slope, (rest + kappa * pos.exp()) / (pos.exp() + rest), 1e-12)
         assert min(1, kappa) - 1e-12 <= -slope <= max(1, kappa) + 1e-12
