@@ -312,8 +312,8 @@ def debiased(
 def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + e^{debiased}) ).
     pos, neg are logits; 0 for an anchor without negatives. Several positives are pooled inside the
-    logarithm; [1] Eq. 2 averages outside. Limits, for one positive and uniform weights: t → ∞ is
-    log(1 + N) + N/(1 + N)/t · `simple`/(1 − τ⁺); t → 0 of t · nce is `triplet`/2 on `hardest`, τ⁺ = 0.
+    logarithm; [1] Eq. 2 averages outside. Limits, for one positive and uniform weights: t → 0 of
+    t · nce is half `triplet` on `hardest`; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`/(1 − τ⁺).
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     log_negatives = debiased(pos, neg, log_w, **debiasing)
     return -F.logsigmoid(log_sum(pos) - log_negatives)
