@@ -555,6 +555,17 @@ class TestIdentities:
         other = hardneg.transported(logits, epsilon * math.exp(kappa), "exp", potential=potential)
         close(one, other, 1e-12)
 
+    @pytest.mark.parametrize("beta, published", [(0, 1.492), (1, 2.558), (2, 4.258), (16, 6.050)])
+    def test_eq_2_goes_to_the_own_class(self, beta, published):
+        """[1] Prop. 1 is of q_β⁻: on two atoms its sum stays e^{0.4}; that of Eq. 2 does not."""
+        own, other, tau_plus, t = 0.9 / 0.5, 0.2 / 0.5, 0.1, 0.5
+        candidates = [own] + [other] * 9  # p = 0.1 p⁺ + 0.9 p⁻
+        close(oracle.exact_tilted([own], candidates, beta, tau_plus), math.exp(other), 1e-6)
+        pos, neg = torch.tensor([[own]]), torch.tensor([candidates])
+        log_w = log_weights("tilted", neg, beta=beta)
+        eq_2 = hardneg.debiased(pos, neg, log_w, tau_plus, t).exp() / len(candidates)
+        close(eq_2[0], published, 1e-3)
+
     @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
     def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
         """dH(r)/dt = Var_r(s) / t³, with r the softmax of s/t. Ref: [4] Eq. 5"""

@@ -290,7 +290,7 @@ def save(folder: Path, picture: Picture) -> bytes:
 
 def panels(count: int) -> tuple:
     """Make panels side by side."""
-    figure, axes = plt.subplots(1, count, figsize=(6, 3.4), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(1, count, figsize=(8, 3.6), squeeze=False, layout="constrained")
     return figure, axes[0]
 
 
