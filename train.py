@@ -46,10 +46,13 @@ METHOD_DEFAULTS = {
 }
 FREE = "out device root report resume overwrite workers compile".split()  # may change in a run
 FACTS = "loss method data seed epochs device".split()  # of results.json
-# what a user can put right; anything else shows its traceback
+LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9), "workers": (0, 999)}
+LIMITS |= {"seed": (0, 10**9), "weight_decay": (0, 10**9)}
 MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
 
 
+# To add an option: a field here (str, number, bool, Path); in FREE if it may change in a run; in
+# METHOD_DEFAULTS if it is a method's; in `folder` if its runs are to have folders of their own.
 @dataclasses.dataclass
 class Options:
     """[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021"""
@@ -121,6 +124,7 @@ class Options:
             value, choices = given.get(field.name), field.metadata.get("choices")
             if value is not None and choices:
                 require(value in choices, f"--{field.name}", value, f"one of {', '.join(choices)}")
+        # later ones win: the fields' defaults, the recipe, the loss, the method, what is given
         chosen = {field.name: field.metadata["default"] for field in fields}
         of_method = METHOD_DEFAULTS[(chosen | given)["method"]]
         recipe = (chosen | given)["recipe"]
@@ -146,6 +150,8 @@ class Options:
             method += "-no-pairs"
         if self.ascent is False:
             method += "-no-ascent"
+        if self.validation:
+            method += "-validation"
         return Path("runs", f"{data}-{method}-{last}")
 
     def has_effect(self, name: str) -> bool:
@@ -164,7 +170,10 @@ class Options:
     def of_the_run(self) -> dict:
         """List what makes a run what it is: this has to stay when the run goes on."""
         names = [name for name in vars(self) if name not in FREE and self.has_effect(name)]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.data not in KNOWN:  # one folder has many spellings
+            known["data"] = Path(self.data).resolve()
+        return {name: str(x) if isinstance(x, Path) else x for name, x in known.items()}
 
     def passes(self) -> int:
         """Count how often a run sees the images."""
@@ -191,9 +200,7 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
     options.device, group, rank = runs.join(options.device)
     results = runs.finished(options)
     if results is not None:
-        report.print_table(results)
-        print(f"finished before, in {options.out}; --overwrite replaces it")
-        return results
+        return report.show_again(options, results)
     with runs.first_process_first(group):  # it downloads, then the others find the files
         images = images or read(options)
     encoder, training = build(options, images, group)
@@ -306,7 +313,7 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command. What a user did wrong ends it with one line: exit code 2 or, later, 1."""
+    """Run a command. MISTAKES end it with one line: exit code 2 or, later, 1; else a traceback."""
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     argv = sys.argv[1:] if argv is None else argv
     tables = hardneg.RECIPES, LOSS_DEFAULTS, METHOD_DEFAULTS
@@ -318,7 +325,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         act()
     except KeyboardInterrupt:
-        message = "the same command goes on from there, without --overwrite or --no-resume"
+        message = "the same command goes on from what was saved (not with --overwrite, --no-resume)"
         print(f"\nStopped; {message}.", file=sys.stderr)
         sys.exit(130)
     except MISTAKES as error:
@@ -332,11 +339,13 @@ def action_of(given: dict) -> Callable:
     """Check the options of a command → what it does."""
     losses, seeds = given.pop("compare", None), given.pop("seeds", None)
     folder, exported = given.pop("evaluate", None), given.pop("export", None)
+    others = [flag for flag in (losses, folder, exported) if flag]
+    require(len(others) < 2, "the command", "of several kinds", "one of compare, evaluate, export")
     rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
     options = rows[0]
     if seeds is not None and losses is None:
         print("--seeds has no effect here")
-    say_idle(given, rows, folder or exported)
+    command.say_idle(given, rows, folder or exported)
     for row in rows:
         check(row)
     if exported:
@@ -351,18 +360,6 @@ def action_of(given: dict) -> Callable:
         plan = compare.plan_of(rows, 3 if seeds is None else seeds, out)
         return functools.partial(compare.compare, plan, run, out)
     return functools.partial(run, options)
-
-
-def say_idle(given: dict, rows: list[Options], measures: object) -> None:
-    """Print the flags of a command that have no effect in any of its runs."""
-    losses = ", ".join(dict.fromkeys(row.loss for row in rows))
-    for name, value in given.items():
-        used = any(row.has_effect(name) for row in rows)
-        if measures:
-            used = name in ("data", "root", "fraction", "validation", "workers", "device")
-        if not used:
-            flag = command.flag_of(name, value)
-            print(f"{flag} has no effect here (loss {losses}, method {rows[0].method})")
 
 
 def check_run(flag: str, folder: Path) -> None:
@@ -381,13 +378,16 @@ def check(options: Options) -> None:
     exists = options.data in KNOWN or Path(options.data).is_dir()
     wanted = f"shapes, {', '.join(TORCHVISION)}, or a folder that exists"
     require(exists, "--data", options.data, wanted)
-    require(0 < options.fraction <= 1, "--fraction", options.fraction, "in (0, 1]")
-    size = options.size or 32
-    require(8 <= size <= 1024, "--size", size, "from 8 to 1024 pixels")
-    micro_batch = options.micro_batch
-    require(micro_batch is None or micro_batch > 0, "--micro-batch", micro_batch, "at least 1")
+    for name, (least, most) in LIMITS.items():
+        value = getattr(options, name)
+        fits = value is None or least <= value <= most
+        require(fits, command.flag_of(name), value, f"from {least} to {most}")
+    is_folder = options.out.is_dir() or not options.out.exists()
+    require(is_folder, "--out", options.out, "a folder, not a file")
     if options.resume:
+        require(not options.overwrite, "--resume", "on", "off with --overwrite")
         check_run("--resume, so --out", options.out)
+    size = options.size or 32
     blank = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=options.device)
     labels = torch.arange(4, device=options.device) // 2
     small = dataclasses.replace(options, sync_batchnorm=False, compile=False)

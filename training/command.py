@@ -8,7 +8,8 @@ from pathlib import Path
 
 import hardneg
 
-BRIEF = "loss temperature alpha method data encoder epochs out compare export help help_all".split()
+BRIEF = "loss temperature alpha method data validation encoder epochs out overwrite".split()
+BRIEF += "compare evaluate export help help_all".split()
 METAVARS = {"float": "X", "int": "N", "str": "NAME", "Path": "DIR"}
 
 
@@ -57,6 +58,19 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"train.py: {message}\n")
 
 
+def say_idle(given: dict, rows: list, measures: object) -> None:
+    """Print the flags of a command that have no effect in any of its runs, `train.Options` each."""
+    losses = ", ".join(dict.fromkeys(row.loss for row in rows))
+    reason = f"loss {losses}, method {rows[0].method}, data {rows[0].data}"
+    for name, value in given.items():
+        used = any(row.has_effect(name) for row in rows)
+        if measures:
+            used = name in ("data", "root", "fraction", "validation", "workers", "device")
+            reason = "with --evaluate or --export"
+        if not used:
+            print(f"{flag_of(name, value)} has no effect here ({reason})")
+
+
 def add_options(parser: Parser, options: type, tables: tuple) -> None:
     """Add the fields of a dataclass; the tables say where losses and methods differ."""
     groups = {}
@@ -65,11 +79,12 @@ def add_options(parser: Parser, options: type, tables: tuple) -> None:
         if title is not None:
             groups[title] = parser.add_argument_group(title)
             group = groups[title]
-        more = {key: field.metadata[key] for key in ("choices", "nargs") if key in field.metadata}
+        own = ("default", "help", "group")
+        more = {key: value for key, value in field.metadata.items() if key not in own}
         if field.type is bool:
             more["action"] = argparse.BooleanOptionalAction
         elif "choices" not in more:
-            more |= {"type": field.type, "metavar": METAVARS[field.type.__name__]}
+            more = {"type": field.type, "metavar": METAVARS[field.type.__name__]} | more
         text = f"{field.metadata['help']}{_defaults(field, tables)}".replace("%", "%%")
         group.add_argument(flag_of(field.name), default=argparse.SUPPRESS, help=text, **more)
 

@@ -248,7 +248,10 @@ def from_folder(folder, size, fraction, validation, workers, seed):
     sets = [decode(samples, size, workers) for samples in (train, test)]
     counts = [len(labels) for _, labels in sets]
     got = f"{folder}, with {counts[0]} readable images to train on and {counts[1]} to test"
-    require(min(counts) >= 2, "--data", got, "a folder with 2 of each, better hundreds")
+    wanted = (
+        "a folder with 2 or more for both, better hundreds; without test/, every fifth is a test"
+    )
+    require(min(counts) >= 2, "--data", got, wanted)
     return Images._make(sets[0] + sets[1] + (classes,))
 
 

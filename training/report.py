@@ -52,7 +52,9 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
         found["linear"] = hardneg.linear_readout(train, train_labels, test, test_labels)
     if "knn" in found and images.classes:
         found["knn"] = hardneg.knn_accuracy(train, train_labels, test, test_labels)
-    return {name: None if x is None else round(float(x), 4) for name, x in found.items()}
+    known = {name: float(x) for name, x in found.items() if x is not None}
+    known = {name: round(x, 4) for name, x in known.items() if not math.isnan(x)}
+    return dict.fromkeys(found) | known  # NaN: two test images may have no pair of one class
 
 
 def _readable(images):
@@ -97,6 +99,15 @@ def save_results(path: Path, results: dict) -> dict:
     if results["linear"] is not None and results["linear"] <= before:
         print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
     print(f"saved in {path}")
+    return results
+
+
+def show_again(options, results: dict) -> dict:
+    """Print the table of a finished run, and write its page if that is wanted and missing."""
+    print_table(results)
+    if options.report and not (options.out / "report.html").exists():
+        write_page(options.out, read(options), results)
+    print(f"finished before, in {options.out}; --overwrite replaces it")
     return results
 
 
@@ -256,7 +267,8 @@ def _html_table(lines):
     return "".join(rows)
 
 
-# ---- Pictures: to add one, write a function that returns a Picture, and call it here -----------
+# ---- Pictures: to add one, write a function that returns a Picture, call it in `pictures_of`, and
+# add its name to runs.PICTURES -------------------------------------------------------------------
 
 plt.switch_backend("Agg")  # needs no screen
 plt.style.use("tableau-colorblind10")
@@ -271,7 +283,8 @@ def pictures_of(state: dict, images: Images) -> list[Picture]:
     after = hardneg.embed(runs.encoder_of(state, test.device), test)[1]
     pictures = [draw_curves(state["history"])]
     pictures.append(draw_nearest(options, {"untrained": before, "trained": after}, labels, test))
-    pictures.append(draw_map(after[::2], labels[::2], classes))
+    if len(after) > 5:  # t-SNE of half of them needs three
+        pictures.append(draw_map(after[::2], labels[::2], classes))
     if classes:
         pictures.append(draw_histograms({"untrained": before, "trained": after}, labels))
     if options["method"] == "diffhard":
@@ -281,6 +294,7 @@ def pictures_of(state: dict, images: Images) -> list[Picture]:
 
 def save(folder: Path, picture: Picture) -> bytes:
     """Write a picture into a folder as PNG → its bytes."""
+    assert picture.name in runs.PICTURES, "else --overwrite would leave it behind"
     content = io.BytesIO()
     picture.figure.savefig(content, format="png", dpi=120)
     plt.close(picture.figure)

@@ -21,8 +21,9 @@ except ImportError:  # on Windows, two runs in one folder go unnoticed
     fcntl = None
 
 CHECKPOINT, RESULTS = "checkpoint.pt", "results.json"
-MADE = (CHECKPOINT, RESULTS, "report.html", "evaluate-*.json")
-MADE += ("curves.png", "nearest.png", "map.png", "histograms.png", "pairs.png")
+PICTURES = "curves nearest map histograms pairs compare".split()
+MADE = [CHECKPOINT, RESULTS, "report.html", "evaluate-*.json"]
+MADE += [f"{name}.png" for name in PICTURES]
 
 
 # ---- Files that are there whole or not at all --------------------------------------------------
@@ -77,8 +78,12 @@ def finished(options) -> dict | None:
     path = options.out / RESULTS
     if options.overwrite or options.resume or not path.exists():
         return None
-    results = json.loads(path.read_text())
-    require_same(options.out, results["options"], options.of_the_run())
+    try:
+        results = json.loads(path.read_text())
+        was = results["options"]
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} cannot be read ({error}); --overwrite replaces it") from error
+    require_same(options.out, was, options.of_the_run())
     return results
 
 
@@ -86,7 +91,7 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
     """Require that the run in a folder has the same options."""
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     flags = [f"--{name.replace('_', '-')} was {was.get(name)}" for name in changed]
-    wanted = f"another folder: {', '.join(flags)} there; --overwrite replaces it"
+    wanted = f"another folder, or these options: {', '.join(flags)} there; --overwrite replaces it"
     require(not changed, "--out", folder, wanted)
 
 

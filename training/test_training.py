@@ -631,6 +631,26 @@ class TestRuns:
         finish(tmp_path)
         assert "resumed after epoch 1 of 2" in capsys.readouterr().out
 
+    @pytest.mark.parametrize("content", ["", "{}", '{"options": 1'])
+    def test_broken_results_are_named(self, content, tmp_path, small_shapes):
+        (tmp_path / "results.json").write_text(content)
+        with pytest.raises(UserError, match="results.json cannot be read.*--overwrite"):
+            finish(tmp_path)
+
+    def test_a_page_that_is_wanted_later_is_written(self, tmp_path, small_shapes, capsys):
+        numbers, _ = finish(tmp_path)
+        assert finish(tmp_path, report=True)[0] == numbers
+        assert (tmp_path / "report.html").exists()
+        assert "finished before" in capsys.readouterr().out
+
+    def test_what_makes_a_run_can_be_stored(self, tmp_path):
+        """As JSON, and as what torch loads without trusting it; a folder has one spelling."""
+        options = train.Options(data=f"{tmp_path}/../{tmp_path.name}", method="diffhard")
+        made = options.of_the_run()
+        assert made == train.Options(data=f"{tmp_path}", method="diffhard").of_the_run()
+        runs.save_checkpoint(tmp_path, {"args": made, "training": 0, "size": 0, "seen": 0})
+        assert runs.read_checkpoint(tmp_path, "cpu")["args"] == made == json.loads(json.dumps(made))
+
     def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes):
         with runs.alone(tmp_path):
             with pytest.raises(UserError, match="another run is at work"):
@@ -768,9 +788,10 @@ class TestOptions:
 
     def test_runs_that_differ_have_folders_of_their_own(self, tmp_path):
         variants = [{}, {"pairs": False}, {"ascent": False}, {"pairs": False, "ascent": False}]
+        variants.append({"validation": True})
         games = [train.Options(method="diffhard", **variant) for variant in variants]
         sets = [train.Options(data=str(tmp_path / name / "photos")) for name in ("a", "b")]
-        assert len({options.out for options in games + sets}) == 6
+        assert len({options.out for options in games + sets}) == 7
         assert train.Options().out == Path("runs", "shapes-simclr-hcl-0")
         assert sets[0].out == train.Options(data=str(tmp_path / "a" / "photos")).out
 
@@ -944,6 +965,11 @@ MISTAKES = """
 --recipe adam | did you mean adamw?
 --fraction 0 | --fraction is 0
 --fraction 2 | --fraction
+--workers -1 | --workers is -1
+--seed -1 | --seed is -1
+--weight-decay -1 | --weight-decay is -1
+--resume --overwrite | --resume is on
+--compare hcl --evaluate runs/a | the command is of several kinds
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
 --method queue --queue-size 0 | size is 0
@@ -1001,6 +1027,13 @@ class TestCommand:
         said = quit_with([*words, tmp_path / "two", "--true-positives"], capsys)
         assert "--true-positives is" in said
 
+    def test_two_test_images_are_enough(self, tmp_path):
+        """They may have no pair of one class, which is None and not NaN in results.json."""
+        write_images(tmp_path / "images", per_class=5, size=(8, 8))
+        train.main(["--data", f"{tmp_path / 'images'}", "--epochs", "1", "--out", f"{tmp_path}"])
+        assert '"tolerance": null' in (tmp_path / "results.json").read_text()
+        assert not (tmp_path / "map.png").exists()
+
     def test_a_flag_without_its_value_has_the_default(self):
         words = ["--alpha", "--beta", "2", "--no-lead-in"]
         given = command.parse(words, "", train.Options, ())
@@ -1025,7 +1058,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         "words, complaint",
         [
-            (f"--out {__file__}/run", "/run"),
+            (f"--out {__file__}/run", "/run, which cannot be used: Not a directory"),
             ("--method queue --queue-size 800", "--queue-size is 800"),
             ("--data .", "--data is ., with 0 readable images"),
         ],
