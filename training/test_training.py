@@ -631,6 +631,16 @@ class TestRuns:
         finish(tmp_path)
         assert "resumed after epoch 1 of 2" in capsys.readouterr().out
 
+    def test_a_file_is_the_old_one_until_it_is_the_new_one(self, tmp_path, monkeypatch):
+        runs.write(tmp_path / "x", b"old")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda *_: open("no-such-file"))
+            with pytest.raises(UserError, match="x cannot be written"):
+                runs.write(tmp_path / "x", b"new")
+        assert times_of(tmp_path).keys() == {"x"} and (tmp_path / "x").read_bytes() == b"old"
+        runs.write(tmp_path / "x", b"new")
+        assert (tmp_path / "x").read_bytes() == b"new"
+
     @pytest.mark.parametrize("content", ["", "{}", '{"options": 1'])
     def test_broken_results_are_named(self, content, tmp_path, small_shapes):
         (tmp_path / "results.json").write_text(content)
@@ -1012,6 +1022,7 @@ class TestCommand:
         assert results.keys() == {*names, *FIGURES}
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert results["raw"].keys() == results["untrained"].keys() == report.COLUMNS.keys()
+        assert 0 < results["seconds"] < 600
         pictures = {f"{name}.png" for name in ("curves", "nearest", "map", "histograms")}
         assert set(times_of(out)) == {"checkpoint.pt", "results.json", "report.html"} | pictures
 
@@ -1085,6 +1096,10 @@ COMMANDS += re.findall(r"\| `(--.*?)` \|", README + MORE)
 
 class TestReadme:
     """Commands run, and tables are of the recorded runs."""
+
+    @pytest.mark.parametrize("name", images.TORCHVISION)
+    def test_names_every_set(self, name):
+        assert f"`{name}`" in README or f"--data {name}`" in README
 
     @pytest.mark.parametrize("words", sorted(set(COMMANDS)))
     def test_commands_parse(self, words):
