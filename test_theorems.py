@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from scipy.special import rel_entr
 from scipy.stats import norm
 
 import hardneg
@@ -21,11 +22,14 @@ from test_hardneg import (
     BLOCK_SIZES,
     INF,
     MATRICES,
+    PLANS,
     SAMPLES,
     SEEDS,
     TEMPERATURES,
+    allowed_pairs,
     at_least,
     close,
+    feasible,
     log_weights,
     masked_logits,
     normal,
@@ -33,11 +37,23 @@ from test_hardneg import (
     ours,
     rng,
     same,
-    similarities,
-    some_coupling,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing")
+
+
+def similarities(x, y, labels=None):
+    """Compute a batch's cosines: pos (2B, 1) and neg (2B, 2B), −∞ where j is no negative of i."""
+    z, b = oracle.unit(np.concatenate([x, y])), len(x)
+    cosines, places = z @ z.T, np.arange(2 * b)
+    pos = cosines[places, (places + b) % (2 * b)][:, None]
+    return pos, np.where(allowed_pairs(b, 2, labels=labels), cosines, -INF)
+
+
+def some_coupling(seed, allowed):
+    """Draw a coupling with uniform marginals on allowed entries, for odd seeds an extreme point."""
+    cost = np.where(allowed, rng(seed).uniform(0, 3, allowed.shape), INF)
+    return oracle.exact_coupling(cost) if seed % 2 else oracle.sinkhorn(-cost)[0]
 
 
 def hardness(x, y, epsilon=None, **options):
@@ -200,6 +216,20 @@ class TestLimits:
                 abs(scaled[i] - s.var() / 2)
                 <= np.ptp(s) ** 3 / (36 * math.sqrt(3) * t) + 1e-14 * t**2
             )
+
+    @given(**SAMPLES, t=st.floats(1e-3, 10), classes=st.sampled_from([2, 100]))
+    def test_low_temperature(self, seed, b, t, classes):
+        """0 ≤ τ L − max(0, max_j s_j − s⁺) ≤ τ log(1 + N), attained by equal similarities."""
+        (x, y), labels = normal(seed, 2, b, 3), rng(seed).integers(classes, size=b)
+        pos, neg = similarities(x, y, labels)
+        limit, most = oracle.nce_cold(pos, neg), t * np.log(1 + (neg > -INF).sum(1))
+        x, y = map(torch.tensor, (x, y))
+        losses = partial(contrastive_loss, labels=labels, reduction="none")
+        off = t * numpy(losses(x, y, temperature=t)) - limit
+        assert (off >= -1e-12).all() and (off <= most + 1e-12).all()
+        close(losses(x, y, loss="triplet"), 2 * limit, 1e-12)
+        one = x[:1].expand(b, 3)
+        close(t * losses(one, one, temperature=t), most, 1e-12)
 
 
 class TestTheorems:
@@ -487,6 +517,49 @@ class TestTheorems:
             close(oracle.ball_packing(z.numpy(), np.full(sides, 1 / sides)), mean, 1e-12)
             losses.append(loss)
         assert losses[1] <= losses[0] + 1e-12
+
+    @given(**PLANS)
+    def test_coupling_minimises_the_regularised_cost(self, seed, a, n, epsilon, share):
+        """[2] Lemma 3: E c + ε KL(P ‖ p p) of another P exceeds that of P* by ε KL(P ‖ P*)."""
+        cosines = masked_logits(seed, a, n, share) / 2
+        allowed = cosines > -INF
+        assume(allowed.any(0).all() and feasible(allowed))
+        cost = oracle.ground_cost(cosines)
+        kernel = -hardneg.ground_cost(torch.tensor(cosines)) / epsilon
+        f, g, _ = map(numpy, hardneg.sinkhorn(kernel))
+        u, v = epsilon * (f + math.log(a)), epsilon * (g + math.log(n))
+        product = np.full((a, n), 1 / (a * n))
+        plan = product * np.exp((u[:, None] + v - cost) / epsilon)
+
+        def objective(p):
+            return (p * np.where(allowed, cost, 0)).sum() + epsilon * rel_entr(p, product).sum()
+
+        other = some_coupling(seed, allowed)
+        for mixed in (other, 0.9 * plan + 0.1 * other, oracle.product_coupling(allowed)):
+            excess = objective(mixed) - objective(plan)
+            assert excess >= -1e-10
+            close(excess, epsilon * rel_entr(mixed, plan).sum(), 1e-9)
+        close(objective(plan), u.mean() + v.mean(), 1e-9)  # the dual value: the duality gap is 0
+        log_w = log_weights("transported", torch.tensor(cosines), epsilon=epsilon)
+        weights = numpy(log_w.exp())
+        close(weights / allowed.sum(1)[:, None] / a, plan, 1e-10)
+
+    @given(**MATRICES, t=st.floats(0.1, 0.5), epsilon=st.floats(0.05, 5))
+    def test_without_marginals_the_minimiser_is_tilted(self, seed, a, n, t, epsilon):
+        """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
+        logits = torch.tensor(masked_logits(seed, a, n))
+        options = {"epsilon": epsilon, "temperature": t, "potential": torch.zeros(n).double()}
+        log_w = log_weights("transported", logits, **options)
+        close(log_w, log_weights("tilted", logits, beta=t / epsilon), 1e-12)
+        for row, weights in zip(numpy(logits), numpy(log_w.exp()), strict=True):
+            allowed = row > -INF
+            count = allowed.sum()
+            cost = oracle.ground_cost(t * row[allowed])
+            best, even = weights[allowed] / count, np.full(count, 1 / count)
+            q = rng(seed).dirichlet(even)
+            relative_entropy = (rel_entr(q, even) - rel_entr(best, even)).sum()
+            excess = (q - best) @ cost + epsilon * relative_entropy
+            close(excess, epsilon * rel_entr(q, best).sum(), 1e-9)
 
 
 class TestIdentities:

@@ -737,8 +737,14 @@ def values_named(text):
 
 # a command | defaults that it leaves open
 DEFAULTS = """
-| loss='hcl'; epochs=16; batch_size=256; lr=8e-3
---loss triplet | weights='top'; epochs=16; batch_size=64
+| loss='hcl'; epochs=16; batch_size=256; lr=8e-3; temperature=0.3; tau_plus=0.1
+--loss simclr | temperature=0.05; alpha=0.1; epsilon=0.3; margin=0.0; lead_in=True; tau_plus=0.0
+--loss debiased | temperature=0.1; tau_plus=0.01
+--loss ot | temperature=0.1; epsilon=0.1
+--loss hard | temperature=0.07; alpha=0.3; lead_in=True
+--loss hard-simple | lead_in=False; alpha=0.1; epochs=28
+--loss supcon | temperature=0.1; tau_plus=0.0; margin=0.0
+--loss triplet | weights='top'; margin=0.5; epochs=16; batch_size=64
 --loss triplet --recipe sgd | batch_size=128; epochs=200
 --loss hcl --temperature 2 | temperature=2.0
 --method bank --loss hard --lr 1 | lr=1.0; batch_size=64
@@ -774,24 +780,8 @@ IDLE = """
 class TestOptions:
     """Defaults, and what has an effect."""
 
-    @pytest.mark.parametrize("loss", hardneg.PRESETS)
-    def test_defaults_of_losses(self, loss):
-        names = ("temperature", "alpha", "epsilon", "margin", "lead_in", "tau_plus")
-        own = {
-            "simclr": (0.05, 0.1, 0.3, 0.0, True, 0.0),
-            "debiased": (0.1, 0.1, 0.3, 0.0, True, 0.01),
-            "hcl": (0.3, 0.1, 0.3, 0.0, True, 0.1),
-            "ot": (0.1, 0.1, 0.1, 0.0, True, 0.0),
-            "hard": (0.07, 0.3, 0.3, 0.0, True, 0.0),
-            "hard-simple": (0.1, 0.1, 0.3, 0.0, False, 0.0),
-            "triplet": (0.1, 0.1, 0.3, 0.5, True, 0.0),
-        }
-        options = train.Options(loss=loss)
-        found = tuple(getattr(options, name) for name in names)
-        assert found == own.get(loss, (0.1, 0.1, 0.3, 0.0, True, 0.0))
-
     @pytest.mark.parametrize("words, wanted", table(DEFAULTS))
-    def test_defaults_of_methods_and_recipes(self, words, wanted):
+    def test_defaults(self, words, wanted):
         options = options_of(words)
         for name, value in values_named(wanted).items():
             assert getattr(options, name) == value, name
@@ -861,6 +851,15 @@ BUILT = """
 """
 
 
+# a command | its schedules: their values at the beginning and at the end
+SCHEDULES = """
+--anneal --beta 2 | beta=(2, 0)
+--beta 2 |
+--loss hard --alpha .2 | alpha=(1, 0.2)
+--loss hard --no-lead-in |
+"""
+
+
 class TestBuild:
     """The training is made as the options say."""
 
@@ -883,20 +882,11 @@ class TestBuild:
         encoder, training = train.build(train.Options(encoder="resnet18"), large)
         assert training.method.view_options == {"blur": 0.5} and encoder.name == "resnet18"
 
-    @pytest.mark.parametrize(
-        "given, name, ends",
-        [
-            ({"anneal": True, "beta": 2.0}, "beta", [2, 0]),
-            ({"loss": "hard", "alpha": 0.2}, "alpha", [1, 0.2]),
-            ({"loss": "hard", "lead_in": False}, None, None),
-            ({"beta": 2.0}, None, None),
-        ],
-    )
-    def test_schedules(self, given, name, ends, few):
-        _, training = train.build(train.Options(**given), few)
-        assert list(training.schedules) == ([name] if name else [])
-        for schedule in training.schedules.values():
-            assert [schedule(0.0), schedule(1.0)] == ends
+    @pytest.mark.parametrize("words, wanted", table(SCHEDULES))
+    def test_schedules(self, words, wanted, few):
+        _, training = train.build(options_of(words), few)
+        ends = {name: (f(0.0), f(1.0)) for name, f in training.schedules.items()}
+        assert ends == (values_named(wanted) if wanted else {})
 
     def test_the_encoder_is_compiled_on_demand(self, few, monkeypatch):
         compiled = []
