@@ -150,8 +150,8 @@ def _log_kernel(logits, epsilon, cost, kappa, temperature):
 
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
-    """Compute the cost of coupling two unit rows from their cosine.
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), ε with κ is ε e^κ. Ref: [2]"""
+    """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
+    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
     if cost == "sqeuclidean":
         return 1 - cosines
     return torch.exp(2 - 2 * cosines - kappa)
@@ -356,9 +356,9 @@ def ppcl(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
 def decoupled(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
     """Compute `nce` without positives in the denominator: debiased − log Σ_m e^{p_m}.
     pos, neg are logits; 0 for an anchor without negatives. Unlike in `nce`, an easy positive does
-    not shrink the gradient. For one positive, `nce` at τ⁺ = 1/(N + 1) is this at τ⁺ = 0, D(t), plus
-    log(1 + 1/N); D(t) on `tilted` weights is D(t/(1 + β)) − D(t/β) + log N on uniform ones.
-    Ref: [12] Eq. 6"""
+    not shrink the gradient. Let D(t) be this loss with one positive, uniform weights, τ⁺ = 0. Then
+    `nce` at τ⁺ = 1/(N + 1) is D(t) + log(1 + 1/N), and D with `tilted` weights instead is
+    D(t/(1 + β)) − D(t/β) + log N. Ref: [12] Eq. 6"""
     log_negatives = debiased(pos, neg, log_w, **debiasing)
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < _MASKED, 0)
 
@@ -749,7 +749,7 @@ class _LogSum(torch.autograd.Function):
     @staticmethod
     def forward(x, y, dim):
         total = x + y
-        # a fully masked row gives the lowest number, and no NaN, if its first entry is finite
+        # one finite entry: a fully masked row then gives the lowest number, and no NaN
         total.select(dim, 0).clamp_min_(torch.finfo(total.dtype).min)
         largest = total.amax(dim)
         # softmax is one fused pass, and its largest share is 1 / Σ e^{total − largest}

@@ -24,7 +24,7 @@ from training.command import option
 from training.images import KNOWN, TORCHVISION, Images, read
 
 # What a loss or a method needs to learn something in a short run: benchmarks/README.md. Epochs,
-# batch size and rate are those of the recipe adamw. A method's row has all options of its own.
+# batch size and rate are for the recipe adamw. A method's row lists all options that it alone has.
 SMALL = {"batch_size": 64, "lr": 2e-3}
 LOSS_DEFAULTS = {
     "simclr": {"temperature": 0.05},
@@ -58,10 +58,10 @@ class Options:
     """[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021"""
 
     loss: str = option("hcl", "weights and objective", choices=hardneg.PRESETS, group="loss")
-    weights: str = option(None, "of the negatives; those of the loss", choices=hardneg.WEIGHTS)
-    objective: str = option(None, "that of the loss", choices=hardneg.OBJECTIVES)
+    weights: str = option(None, "of negatives", choices=hardneg.WEIGHTS, otherwise="the loss's")
+    objective: str = option(None, "", choices=hardneg.OBJECTIVES, otherwise="the loss's")
     temperature: float = option(0.1, "divides cosines, above 0")
-    tau_plus: float = option(None, "share of false negatives [1], in [0, 1); 0.1 for hcl, else 0")
+    tau_plus: float = option(None, "false negatives' share [1], in [0, 1)", otherwise="the loss's")
     beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
     anneal: bool = option(False, "hcl: lower beta to 0 in five steps over the run")
     epsilon: float = option(0.3, "ot: regularisation, in units of the cost, above 0 [2]")
@@ -80,8 +80,8 @@ class Options:
     root: str = option("data", "folder of torchvision's sets, which are downloaded to it")
     fraction: float = option(1.0, "share of each class to train on, in (0, 1]")
     validation: bool = option(False, "test on every fifth training image, to choose settings")
-    workers: int = option(None, "processes that decode a folder; all cores, if it is large")
-    size: int = option(None, "side in pixels; that of the images, in a folder at most 96")
+    workers: int = option(None, "processes that decode a folder", otherwise="as many as help")
+    size: int = option(None, "side in pixels", otherwise="the images', in a folder at most 96")
     method: str = option(
         "simclr",
         "candidates: simclr, the batch; bank, a row per training image [4]; queue, earlier "
@@ -93,16 +93,16 @@ class Options:
     recipe: str = option("adamw", "cosine rate, or sgd's steps [4]", choices=hardneg.RECIPES)
     epochs: int = option(None, "passes over the images")
     batch_size: int = option(None, "images in a batch, at most")
-    micro_batch: int = option(None, "views in one pass of the encoder, to save memory; a batch")
+    micro_batch: int = option(None, "views in one pass, to save memory", otherwise="all")
     lr: float = option(None, "peak learning rate, above 0")
     weight_decay: float = option(None, "of the encoder")
     sync_batchnorm: bool = option(False, "under torchrun, on GPUs: over all processes")
     compile: bool = option(False, "compile the encoder: a slow start, then faster on a GPU")
     seed: int = option(0, "of weights, order and views")
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:1")
-    out: Path = option(None, "output folder; runs/DATA-METHOD-LOSS-SEED")
+    out: Path = option(None, "output folder", otherwise="runs/DATA-METHOD-LOSS-SEED")
     report: bool = option(True, "end with pictures of what was learned, in DIR/report.html")
-    resume: bool = option(None, "continue the run in DIR, or begin anew; continue if stopped")
+    resume: bool = option(None, "continue the run in DIR; no: begin anew", otherwise="if stopped")
     overwrite: bool = option(False, "replace a finished run in DIR")
     momentum: float = option(None, "of the bank's rows, of the slow copy", group="methods")
     queue_size: int = option(None, "earlier embeddings in the queue, fewer than images")
@@ -126,15 +126,16 @@ class Options:
                 require(value in choices, f"--{field.name}", value, f"one of {', '.join(choices)}")
         # later ones win: the fields' defaults, the recipe, the loss, the method, what is given
         chosen = {field.name: field.metadata["default"] for field in fields}
-        of_method = METHOD_DEFAULTS[(chosen | given)["method"]]
-        recipe = (chosen | given)["recipe"]
+        method, recipe = (chosen | given)["method"], (chosen | given)["recipe"]
+        of_method = METHOD_DEFAULTS[method]
         of_recipe = {k: x for k, x in hardneg.RECIPES[recipe].items() if k in chosen}
         loss = (chosen | of_method | given)["loss"]
         preset = zip(("weights", "objective", "tau_plus"), hardneg.PRESETS[loss], strict=True)
         chosen |= of_recipe | dict(preset) | LOSS_DEFAULTS.get(loss, {}) | of_method
         if recipe != "adamw":
-            chosen |= of_recipe
-        if chosen["pairs"] and given.get("pairs", True) and chosen["objective"] == "nce":
+            chosen |= of_recipe  # the tables suit adamw
+        generates_pairs = of_method.get("pairs") and given.get("pairs", True)
+        if generates_pairs and chosen["objective"] == "nce":
             chosen["objective"] = "ppcl"  # nce knows no generated pairs
         for name, value in (chosen | {"loss": loss} | given).items():
             setattr(self, name, value)
@@ -195,9 +196,9 @@ def parameters(function) -> set[str]:
 
 def run(options: Options, images: Images | None = None, known=None, bar=None) -> dict | None:
     """Train an encoder, measure it, save what was found → the content of results.json.
-
     Several runs may share images, the figures that `report.measure` knows, and a progress bar."""
-    options.device, group, rank = runs.join(options.device)
+    device, group, rank = runs.join(options.device)
+    options = dataclasses.replace(options, device=device)  # of this process
     results = runs.finished(options)
     if results is not None:
         return report.show_again(options, results)
@@ -261,15 +262,15 @@ def make_method(options: Options, criterion, encoder, images: Images) -> hardneg
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
     views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
-    possible = options.method == "simclr" and images.classes or not options.true_positives
-    wanted = "off: it is for the method simclr and images with classes"
-    require(possible, "--true-positives", "on", wanted)
+    if options.true_positives:
+        possible = options.method == "simclr" and bool(images.classes)
+        wanted = "off: it is for the method simclr and images with classes"
+        require(possible, "--true-positives", "on", wanted)
     if options.method == "bank":
         return hardneg.Bank(criterion, encoder, train, options.momentum, views)
     if options.method == "queue":
-        fits = options.queue_size < max(2, len(train))
         wanted = f"below the number of training images, {len(train)}"
-        require(fits, "--queue-size", options.queue_size, wanted)
+        require(options.queue_size < len(train), "--queue-size", options.queue_size, wanted)
         return hardneg.Queue(criterion, encoder, train, options.queue_size, options.momentum, views)
     if options.method == "clae":
         return hardneg.CLAE(criterion, options.bound, views)
@@ -284,7 +285,6 @@ def make_method(options: Options, criterion, encoder, images: Images) -> hardneg
 
 def learn(options: Options, training: hardneg.Training, state: dict, images: Images, bar) -> None:
     """Train to the end with a progress bar.
-
     After each epoch, and when the user stops the run, save all that the run needs to go on."""
     n, seen = len(training.images), state["seen"]
     start = time.perf_counter() - state["seconds"]

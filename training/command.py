@@ -15,7 +15,7 @@ METAVARS = {"float": "X", "int": "N", "str": "NAME", "Path": "DIR"}
 
 def option(default: object, text: str, **more) -> dataclasses.Field:
     """Describe an option: its default, what it is, and what add_argument takes beside.
-    group: the title of a group of options, which begins here."""
+    otherwise: the default in words; group: the title of a group of options, which begins here."""
     return dataclasses.field(default=None, metadata={"default": default, "help": text, **more})
 
 
@@ -79,7 +79,7 @@ def add_options(parser: Parser, options: type, tables: tuple) -> None:
         if title is not None:
             groups[title] = parser.add_argument_group(title)
             group = groups[title]
-        own = ("default", "help", "group")
+        own = ("default", "otherwise", "help", "group")
         more = {key: value for key, value in field.metadata.items() if key not in own}
         if field.type is bool:
             more["action"] = argparse.BooleanOptionalAction
@@ -91,9 +91,10 @@ def add_options(parser: Parser, options: type, tables: tuple) -> None:
 
 def _defaults(field, tables):
     """Write the default of an option, and what losses and methods have instead."""
+    default = field.metadata.get("otherwise", field.metadata["default"])
     words = []
-    if field.metadata["default"] not in (None, False):
-        words.append(f"{field.metadata['default']}")
+    if default is not None and default is not False:
+        words.append(f"{default}")
     for table in tables:
         for name, row in table.items():
             if field.name in row:

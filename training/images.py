@@ -228,7 +228,7 @@ def _pixels(dataset, size):
 def from_folder(folder, size, fraction, validation, workers, seed):
     """Read a folder of images as torchvision's ImageFolder does, but nothing hidden.
     It holds a folder of images for each class; or train/ and test/ (or val/) with such folders; or
-    images without labels, at any depth. Without test/, every fifth image of a class is one."""
+    images without labels, at any depth. Without test/, it tests on every fifth of a class."""
     parts, classes = [], None
     for source in _sources(folder):
         samples, names = _find_images(source)
@@ -248,9 +248,7 @@ def from_folder(folder, size, fraction, validation, workers, seed):
     sets = [decode(samples, size, workers) for samples in (train, test)]
     counts = [len(labels) for _, labels in sets]
     got = f"{folder}, with {counts[0]} readable images to train on and {counts[1]} to test"
-    wanted = (
-        "a folder with 2 or more for both, better hundreds; without test/, every fifth is a test"
-    )
+    wanted = "a folder with 2 of each or more; without test/, every fifth of a class is to test"
     require(min(counts) >= 2, "--data", got, wanted)
     return Images._make(sets[0] + sets[1] + (classes,))
 

@@ -52,9 +52,12 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
         found["linear"] = hardneg.linear_readout(train, train_labels, test, test_labels)
     if "knn" in found and images.classes:
         found["knn"] = hardneg.knn_accuracy(train, train_labels, test, test_labels)
-    known = {name: float(x) for name, x in found.items() if x is not None}
-    known = {name: round(x, 4) for name, x in known.items() if not math.isnan(x)}
-    return dict.fromkeys(found) | known  # NaN: two test images may have no pair of one class
+    for name, value in found.items():
+        if value is not None:
+            value = round(float(value), 4)
+            # no two test images have one class: JSON knows no NaN
+            found[name] = None if math.isnan(value) else value
+    return found
 
 
 def _readable(images):
@@ -139,18 +142,27 @@ def describe(options, training: hardneg.Training) -> None:
         first, half, last = (schedule(progress) for progress in (0.0, 0.5, 1.0))
         print(f"{name} goes from {first:g} to {half:g} by halftime, and ends at {last:g}")
     if options.objective in ("nce", "ppcl"):
-        images = len(training.images)
-        views = 2 * math.ceil(images / training.steps_per_epoch)
-        others = {"bank": images - 1, "diffhard": 2 * views - 2}
-        if options.method == "queue":
-            others["queue"] = options.queue_size + views // 2 - 1
-        n = others.get(options.method, views - 2)
-        n = math.ceil(n * options.alpha) if options.weights == "top" else n
+        n = _candidates(options, training)
         print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
 
 
+def _candidates(options, training):
+    """Count the candidates of an anchor that have weight, in the first batch."""
+    batch = math.ceil(len(training.images) / training.steps_per_epoch)
+    n = 2 * batch - 2
+    if options.method == "bank":
+        n = len(training.images) - 1
+    elif options.method == "queue":
+        n = options.queue_size + batch - 1
+    elif options.method == "diffhard":  # as many generated images as real ones
+        n = 4 * batch - 2
+    if options.weights == "top":
+        n = math.ceil(n * options.alpha)
+    return n
+
+
 def keep_figures(seen: list[dict]) -> None:
-    """Read the figures of some steps, and drop what no epoch is summarised by."""
+    """Read the figures of some steps, and keep only those that the summary of an epoch has."""
     seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
 
 

@@ -201,7 +201,7 @@ def bar_of(total: int, bar: tqdm | None = None) -> contextlib.AbstractContextMan
 
 
 def skip(bar: tqdm, n: int) -> None:
-    """Move a bar past work that was done before, which says nothing of the speed."""
+    """Move a bar past work that was done before; the speed that it shows leaves this out."""
     bar.initial += n
     bar.update(n)
     bar.unpause()
