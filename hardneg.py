@@ -263,6 +263,19 @@ def weigh(
     return mean_one(log_w, log_n)
 
 
+def weigh_alike(pos: Tensor, logits: Tensor, log_w: Tensor, options: Options) -> Tensor:
+    """Weigh positives (A, M) as `weigh` has weighed candidates of the same logit.
+    log_w (A, N): of the candidates, by `uniform`, `tilted`, `top` or `hardest`."""
+    if options.weights == "uniform":
+        return uniform(pos)
+    heaviest = log_w.amax(-1, keepdim=True)  # the log weight of the nearest candidate
+    if options.weights == "tilted":
+        nearest = logits.amax(-1, keepdim=True)
+        return heaviest + tilted(pos, options.beta) - tilted(nearest, options.beta)
+    lowest = logits.masked_fill(log_w == -INF, INF).amin(-1, keepdim=True)  # that counts
+    return torch.where(pos < lowest, _NONE, heaviest)  # finite, as −∞ − (−∞) is NaN
+
+
 # ---- 2. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos (A, M), neg (A, N), log w (A, N) → losses (A,). nce, ppcl and decoupled act on logits, simple
 # and triplet on cosines. Where log w is −∞, neg does not count. debiasing: options of `debiased`.
@@ -276,37 +289,70 @@ def debiased(
     temperature: float | Tensor = 1.0,
     log_w_pos: Tensor | None = None,
     log_n: Tensor | float | None = None,
+    debias: str = "published",
+    return_clamped: bool = False,
 ) -> Tensor:
     """Compute the log of the weighted sum of e^s over negatives, less that of false negatives.
-        log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),
+        log max( (Σ_j w_j e^{s_j} − W τ E⁺) / (1 − τ),  floor ),
         E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     W = Σ_j w_j, which is N for weights of mean 1
 
     pos, neg are logits, log_w_pos (A, M; None: uniform, no pos is −∞) → (A,). log_n: log W; None:
-    computed. The floor is the paper's, as no cosine is below −1. Where it binds, neither term has a
-    gradient; on a CPU, a warning says if it binds for most. For uniform weights the correction is
-    the expected sum over false negatives. For all others it is the published one, but does not
-    follow from q: for `tilted`, the anchor's class has the share τ⁺ Z⁺/Z_β under q_β, not τ⁺.
-    Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor. τ⁺ has the scale 1/N: see `decoupled`.
-    Ref: [1] Eq. 2, Fig. 5 (without N)"""
+    computed. return_clamped: return instead at which anchors nothing is left, or less than the
+    floor; on a CPU, a warning says if these are most. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j},
+    without a floor. τ⁺ has the scale 1/N: see `decoupled`.
+    "published"  τ = τ⁺; the floor W e^{−1/t}, as no cosine is below −1, has no gradient. It follows
+                 from q for uniform weights alone, where W τ E⁺ is the expected sum over false
+                 negatives. Ref: [1] Eq. 2, Fig. 5 (without N)
+    "exact"      τ = τ_i of `log_class_share`: what follows from q. The mean over true negatives is
+                 at most the largest e^s. It is at least the published mean for uniform weights:
+                 this floor is also taken where nothing is left, or τ_i ≥ 1. It needs positives
+                 that are samples of the class, four or more, and t ≥ 0.3.
+                 Ref: [1], definition of q_β⁻"""
     total = log_sum(neg, log_w)
     if tau_plus == 0:
-        return total
+        return torch.zeros_like(total, dtype=torch.bool) if return_clamped else total
     if log_n is None:
         log_n = log_sum(log_w)
     if log_w_pos is None:
         log_mean = log_sum(pos) - math.log(pos.shape[1])
     else:
         log_mean = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
-    log_false_share = log_n + math.log(tau_plus) + log_mean - total
-    nothing_left = log_false_share >= 0
-    log_share = torch.log(-torch.expm1(log_false_share.masked_fill(nothing_left, -1)))
-    rest = total + log_share - math.log1p(-tau_plus)
-    floor = log_n - 1 / temperature
+    log_tau, log_others, floor = math.log(tau_plus), math.log1p(-tau_plus), log_n - 1 / temperature
+    if debias == "exact":
+        log_tau = log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
+        log_others = _log_difference(torch.zeros_like(log_tau), log_tau)
+        floor = debiased(pos, neg, uniform(neg), tau_plus, temperature, uniform(pos))
+        floor = floor + log_n - log_sum(uniform(neg))
+    log_false = log_n + log_tau + log_mean
+    rest = _log_difference(total, log_false) - log_others
+    nothing_left = log_false >= total
+    if debias == "exact":
+        nothing_left |= log_tau >= 0
+        rest = torch.minimum(rest, neg.amax(-1) + log_n).maximum(floor)
     clamped = (nothing_left | (rest < floor)) & (total > _MASKED)  # not without negatives
+    if return_clamped:
+        return clamped
     if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
-        message = "the floor binds for most anchors, whose negatives get no gradient"
-        warnings.warn(f"debiasing: {message}: raise temperature or lower tau_plus", stacklevel=2)
+        message = "debiasing: the floor binds for most anchors: raise temperature or lower tau_plus"
+        warnings.warn(message, stacklevel=2)
     return torch.where(clamped, floor, rest)
+
+
+def log_class_share(
+    pos: Tensor, neg: Tensor, log_w: Tensor, log_w_pos: Tensor, tau_plus: float
+) -> Tensor:
+    """Compute the log of τ_i = τ⁺ (1/M Σ_m w⁺_m) / (1/N Σ_j w_j): which share of the weight the
+    anchor's class has, if w⁺ and w are one function of the logit. At τ_i ≥ 1 the weights, τ⁺ and
+    the positives contradict each other. Of `tilted`: τ⁺ Z⁺/Z_β. → (A,)"""
+    log_mean = log_sum(log_w) - log_sum(uniform(neg))
+    log_mean_pos = log_sum(log_w_pos) - log_sum(uniform(pos))
+    return math.log(tau_plus) + log_mean_pos - log_mean
+
+
+def _log_difference(x, y):
+    """Compute log(e^x − e^y); where nothing is left, a finite number."""
+    gap = y - x
+    return x + torch.log(-torch.expm1(gap.masked_fill(gap >= 0, -1)))
 
 
 def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
@@ -369,6 +415,7 @@ WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
 OBJECTIVES = ("nce", "simple", "triplet", "ppcl", "decoupled")
 ON_COSINES = ("simple", "triplet")  # the other objectives act on logits
 DEBIASED = ("nce", "ppcl", "decoupled")  # these have τ⁺
+EXACTLY_DEBIASED = ("uniform", "tilted", "hardest", "top")  # their positives have weights, too
 PRESETS = {  # loss: weights, objective, tau_plus
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", 0.1),  # [1] at β = 0
@@ -414,9 +461,12 @@ def contrastive_loss(
                     `negatives` are as passed, see `gather`. All ranks call together, with views of
                     one shape. The value is that of one process on all views, and so is the gradient
                     once DDP has averaged it
-    return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors at
-                    the floor of debiasing; `ess`, (Σw)²/Σw² as a share of N; `positive` and
-                    `negative`, mean cosines
+    return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors
+                    where debiasing leaves nothing, or less than its floor; `ess`, (Σw)²/Σw² as a
+                    share of N; `positive` and `negative`, mean cosines; `temperature_effective`,
+                    the t at which simclr's push on the negatives has as much entropy as this one at
+                    fixed weights, a geometric mean of 2^16 pairs; with exact debiasing `share`, the
+                    mean τ_i
 
     The options are the fields of `Options`, with these defaults:
 
@@ -440,6 +490,8 @@ def contrastive_loss(
     normalize=True  project rows to the unit sphere first; if False, they must have unit norm
     detach_weights  True: no gradient through the weights. None: True for transported, as in the
                     authors' code, else False
+    debias="published"   how the false negatives of τ⁺ are subtracted, see `debiased`; "exact" for
+                    weights uniform, tilted, top or hardest
     reduction="mean"  "mean", "sum", or "none": one value for each anchor
     block_size      anchors in a block; it changes results by rounding alone. None: an ordinary
                     batch (2^18 pairs on a CPU, 2^24 on a GPU) at once, a larger one in blocks, in
@@ -521,7 +573,9 @@ def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | Non
     with torch.set_grad_enabled(through_weights):
         logits = _logits(neg, t, options)
         log_w = weigh(logits, options, t, log_n, potential)
-        if options.tau_plus > 0 and pos.shape[1] > 1:  # the positives, by the same rule
+        if options.debias == "exact":
+            log_w_pos = weigh_alike(pos, logits, log_w, options)
+        elif options.tau_plus > 0 and pos.shape[1] > 1:  # the positives, by the same rule
             log_w_pos = weigh(pos, options, t, potential=0.0)  # they are no columns of a coupling
 
     # 3. What is done with them?
@@ -556,7 +610,7 @@ def _judge(pos, neg, log_n, log_w, log_w_pos, t, options):
         return triplet(pos, neg, log_w, options.margin)
     if options.weights == "top" or callable(options.weights):
         log_n = None  # the weights are not of mean 1: their sum is not N
-    debiasing = {"tau_plus": options.tau_plus, "temperature": t}
+    debiasing = {"tau_plus": options.tau_plus, "temperature": t, "debias": options.debias}
     debiasing |= {"log_w_pos": log_w_pos, "log_n": log_n}
     objective = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}[options.objective]
     return objective(pos, neg, log_w, **debiasing)
@@ -688,28 +742,53 @@ def _statistics(pairs, options, potential, group):
     """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
     some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
     _, pos, neg, _, log_w, log_w_pos = answer(some, some.products(), options, potential)
-    t = 1 if options.objective in ON_COSINES else pairs.t
+    t, log_push = pairs.t, neg + log_w  # of each negative, up to a constant of the anchor
+    if options.objective in ON_COSINES:
+        t, log_push = 1, log_w
     is_negative, is_positive = neg > _MASKED, pos > -INF
     n = is_negative.sum(1)
-    log_sum_w, log_sum_w2 = log_sum(log_w), log_sum(2 * log_w)  # (a,)
-    effective = torch.exp(2 * log_sum_w - log_sum_w2) / n.clamp_min(1)
-    clamped = torch.zeros_like(n)
-    if options.tau_plus > 0:
-        total = debiased(pos, neg, log_w, options.tau_plus, pairs.t, log_w_pos)
-        clamped = (total <= log_sum_w - 1 / pairs.t) & (n > 0)
+    effective = torch.exp(2 * log_sum(log_w) - log_sum(2 * log_w)) / n.clamp_min(1)
+    debiasing = {"tau_plus": options.tau_plus, "temperature": pairs.t, "log_w_pos": log_w_pos}
+    debiasing |= {"debias": options.debias}
+    clamped = debiased(pos, neg, log_w, return_clamped=True, **debiasing)
     parts = {  # values, and where they count
         "clamped": (clamped, n >= 0),
         "ess": (effective, n > 0),
         "positive": (pos * t, is_positive),
         "negative": (neg * t, is_negative),
     }
+    few = slice(0, max(1, 2**16 // neg.shape[1]))
+    log_t = _log_effective_temperature((neg * t)[few], log_push[few])
+    parts["temperature_effective"] = (log_t, n[few] > 0)
+    if options.debias == "exact" and options.tau_plus > 0:
+        log_share = log_class_share(pos, neg, log_w, log_w_pos, options.tau_plus)
+        parts["share"] = (log_share.exp(), n > 0)
     sums = [torch.where(counts, x, 0).sum() for x, counts in parts.values()]
     sums += [counts.sum() for _, counts in parts.values()]
     sums = torch.stack([x.to(neg.dtype) for x in sums])
     if group is not None:
         distributed.all_reduce(sums, group=group)
     values, counts = sums.chunk(2)
-    return dict(zip(parts, values / counts, strict=True))
+    figures = dict(zip(parts, values / counts, strict=True))
+    figures["temperature_effective"].exp_()  # a geometric mean
+    return figures
+
+
+def _log_effective_temperature(cosines, log_push):
+    """Find the log of the t at which softmax(cos/t) has the entropy of the push of each anchor.
+    The entropy rises with t, so bisection finds it, between e^−10 and e^10."""
+    wanted = _entropy(log_push)
+    low, high = torch.full_like(wanted, -10), torch.full_like(wanted, 10)
+    for _ in range(40):
+        middle = (low + high) / 2
+        too_low = _entropy(cosines / middle.exp()[:, None]) < wanted
+        low = torch.where(too_low, middle, low)
+        high = torch.where(too_low, high, middle)
+    return middle
+
+
+def _entropy(x):
+    return torch.special.entr(torch.softmax(x, -1)).sum(-1)
 
 
 # ---- 4. Finding: which samples to take as negatives --------------------------------------------
@@ -857,6 +936,7 @@ class Options:
     relative_margin: float | None = None
     normalize: bool = True
     detach_weights: bool | None = None
+    debias: str = "published"
     reduction: str = "mean"
     block_size: int | None = None
 
@@ -880,6 +960,10 @@ class Options:
         _require(whole, "block_size", repr(block_size), "a number of anchors, or None")
         if self.objective not in DEBIASED:
             self.tau_plus = 0.0
+        known = self.objective in DEBIASED and self.weights in EXACTLY_DEBIASED
+        allowed = f"'published'; 'exact' is for weights {', '.join(EXACTLY_DEBIASED)}, "
+        allowed += f"objectives {', '.join(DEBIASED)}"
+        _require(self.debias == "published" or known, "debias", repr(self.debias), allowed)
 
     def _check_name(self, name, allowed):
         value, wanted = getattr(self, name), f"one of {', '.join(allowed)}"
@@ -903,6 +987,7 @@ NAMES = {
     "weights": WEIGHTS,
     "objective": OBJECTIVES,
     "cost": ("sqeuclidean", "exp"),
+    "debias": ("published", "exact"),
     "reduction": ("mean", "sum", "none"),
 }
 RANGES = {  # option: from, below, in words
@@ -1053,7 +1138,8 @@ TENSORS = (
 )
 VALUES = (
     "str weights, str objective, float tau_plus, float beta, float alpha, float epsilon, str cost, "
-    "float kappa, float margin, float? absolute_margin, float? relative_margin, bool detach_weights"
+    "float kappa, float margin, float? absolute_margin, float? relative_margin, "
+    "bool detach_weights, str debias"
 )
 NAMESPACE = __name__.replace(".", "_")  # a project may hold several copies of this file
 

@@ -43,7 +43,7 @@ from functools import partial
 from itertools import permutations
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment, linprog
+from scipy.optimize import brentq, linear_sum_assignment, linprog
 
 INF = math.inf
 
@@ -361,7 +361,59 @@ def _debiased_row(pos, neg, log_w, tau_plus, temperature, log_w_pos):
     return _log(total) - 1 / temperature, True  # written out, because `floor` may underflow
 
 
-def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
+def log_class_share(pos, neg, log_w, tau_plus, log_w_pos):
+    """Compute log τ_i = log( τ⁺ (1/M_i Σ_m w⁺_im) / (1/N_i Σ_j w_ij) ), −∞ if no w⁺ is above 0.
+    For `tilted` weights it is τ⁺ Z⁺/Z_β, the share of the anchor's class under q_β."""
+    shares = []
+    for p, s, w, w_pos in _together(pos, neg, log_w, log_w_pos):
+        log_mean = _log_sum_exp(w) - math.log(len(_finite(s)))
+        log_mean_pos = _log_sum_exp(w_pos) - math.log(len(_finite(p)))
+        shares.append(math.log(tau_plus) + log_mean_pos - log_mean)
+    return np.array(shares)
+
+
+def _exact_row(pos, neg, log_w, tau_plus, temperature, log_w_pos):
+    """Return `debiased` of one anchor with debias="exact", and whether it is not defined."""
+    places = _finite(neg, log_w)
+    if not places:
+        return -INF, False
+    n, m = math.log(len(_finite(neg))), math.log(len(_finite(pos)))
+    log_total = _log_sum_exp(log_w)
+    plain, _ = _debiased_row(pos, neg, [0.0] * len(neg), tau_plus, temperature, [0.0] * len(pos))
+    floor = plain - n + log_total
+    above = _log_sum_exp([neg[j] + log_w[j] for j in places]) - n
+    below = log_total - n
+    places = _finite(pos, log_w_pos)
+    of_class_above = math.log(tau_plus) + _log_sum_exp([pos[j] + log_w_pos[j] for j in places]) - m
+    of_class_below = math.log(tau_plus) + _log_sum_exp(log_w_pos) - m
+    if of_class_above.real >= above.real or of_class_below.real >= below.real:
+        return floor, True
+    of_others = above + _log_rest(of_class_above - above)
+    value = log_total + of_others - below - _log_rest(of_class_below - below)
+    cap = log_total + _largest([s for s, w in zip(neg, log_w, strict=True) if s.real > -INF])
+    if value.real > cap.real:
+        value = cap
+    return _largest([floor, value]), False
+
+
+def _log_rest(x):
+    """Return log(1 − e^x) for Re x < 0."""
+    if x.real < -40:  # numerics: the next term is e^x times smaller than rounding
+        return -_exp(x)
+    rest = -2 * cmath.sinh(x / 2) * cmath.exp(x / 2)  # numerics: keeps the digits of a small x
+    return cmath.log(rest) if isinstance(x, complex) else math.log(rest.real)
+
+
+def debiased(
+    pos,
+    neg,
+    log_w,
+    tau_plus=0.0,
+    temperature=1.0,
+    log_w_pos=None,
+    debias="published",
+    return_clamped=False,
+):
     """Compute the log of the debiased sum over negatives, −∞ without candidates:
 
         log max( (Σ_j w_ij e^{s_ij} − W_i τ⁺ E⁺_i) / (1 − τ⁺), W_i e^{−1/t} )
@@ -369,50 +421,51 @@ def debiased(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, ret
     E⁺_i = Σ_m w⁺_im e^{p_im} / Σ_m w⁺_im. W_i = Σ_j w_ij stands for Q; it is N_i for weights of
     mean 1. At τ⁺ = 0 there is no floor. Fig. 5 prints the floor without W_i, but e^{−1/t} bounds a
     mean of e^{cos/t}, not a sum. W_i τ⁺ E⁺_i is the expected sum over false negatives only if the
-    weights are uniform, see `exact_tilted`. With return_clamped it returns at which anchors the
-    floor binds; e^s gets no gradient there. Ref: [1] Eq. 2, Fig. 5"""
+    weights are uniform. Ref: [1] Eq. 2, Fig. 5. With debias="exact" it is W_i times
+
+        E_{q⁻}[e^s] = (E_p[w e^s] − τ⁺ E_{p⁺}[w e^v]) / (E_p[w] − τ⁺ E_{p⁺}[w])
+
+    which follows from q⁻ ∝ w p⁻ and p = τ⁺ p⁺ + (1 − τ⁺) p⁻; w and w⁺ are one function of s and v.
+    It is at most max e^s, and at least the mean for w = 1, which it also is where a difference is
+    not positive: few positives are a bad estimate of p⁺. Ref: [1], q_β⁻, defined above Eq. 2.
+    return_clamped: at which anchors the published floor binds, or a difference is not positive."""
     if log_w_pos is None:
         log_w_pos = uniform(pos)
+    row = _exact_row if debias == "exact" and tau_plus > 0 else _debiased_row
     out = []
     for p, s, w, w_pos in _together(pos, neg, log_w, log_w_pos):
-        value, floor_binds = _debiased_row(p, s, w, tau_plus, temperature, w_pos)
+        value, floor_binds = row(p, s, w, tau_plus, temperature, w_pos)
         out.append(floor_binds if return_clamped else value)
     return np.array(out)
 
 
-def _difference(pos, neg, power, tau_plus, shift):
-    """Return N M (E_p e^{power·s − shift} − τ⁺ E_{p⁺} e^{power·v − shift})."""
-    terms = [len(pos) * _exp(power * s - shift) for s in neg]
-    terms += [-tau_plus * len(neg) * _exp(power * v - shift) for v in pos]
-    # Numerics: almost everything may cancel, so the terms are added without rounding.
-    real = math.fsum(term.real for term in terms)
-    imaginary = math.fsum(term.imag for term in terms)
-    return complex(real, imaginary) if imaginary else real
+def weigh_alike(weights, pos, neg, beta=1.0, alpha=0.1):
+    """Weigh positives by the function of the logit that weighs the candidates: log w⁺ (A, M)."""
+    out = []
+    for p, s in _together(pos, neg):
+        s = [s[j] for j in _finite(s)]
+        if not s:
+            out.append([0.0] * len(p))
+            continue
+        threshold, heaviest = -INF, 0.0
+        if weights == "top":
+            threshold = _quantile(s, alpha)
+        if weights == "hardest":
+            threshold = _largest(s).real
+            heaviest = math.log(len(s) / sum(v.real == threshold for v in s))
+        row = [heaviest if v.real >= threshold else -INF for v in p]
+        if weights == "tilted":
+            log_mean = _log_sum_exp([beta * v for v in s]) - math.log(len(s))
+            row = [beta * v - log_mean if v.real > -INF else -INF for v in p]
+        out.append(row)
+    return np.where(np.real(pos) > -INF, _double(out), -INF)
 
 
-def exact_tilted(pos, neg, beta, tau_plus):
-    """Compute E_{q⁻}[e^s] from the definition of q_β⁻, for the logits of one anchor.
-
-        E_{q⁻}[e^s] = (E_p e^{(1+β)s} − τ⁺ E_{p⁺} e^{(1+β)v}) / (E_p e^{βs} − τ⁺ E_{p⁺} e^{βv})
-
-    neg (N,) is a sample of p, pos (M,) a sample of p⁺, not empty. By definition q_β⁻ ∝ e^{βs} p⁻
-    and p = τ⁺ p⁺ + (1 − τ⁺) p⁻. For β > 0, [1] Eq. 2 does not follow from this; Eq. 2 is
-    e^`debiased` / N with `tilted` weights. It gives the anchor's class the share τ⁺ under q_β, but
-    that share is τ⁺ Z⁺/Z_β, with Z⁺ = E_{p⁺} e^{βv} and Z_β = E_p e^{βs}. A single positive is a
-    bad estimate of p⁺: both differences may then be negative. Ref: [1] q_β⁻, defined above Eq. 2"""
-    pos, neg = _lists(pos), _lists(neg)
-    # Numerics: e^{(1+β)s} may overflow. So a factor is divided out, which the last line undoes.
-    largest = _largest(pos + neg).real
-    above = _difference(pos, neg, 1 + beta, tau_plus, (1 + beta) * largest)
-    below = _difference(pos, neg, beta, tau_plus, beta * largest)
-    return math.exp(largest) * above / below
-
-
-def nce(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def nce(pos, neg, log_w, **debiasing):
     """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{debiased_i}) ), 0 without candidates.
     Positives are pooled inside the logarithm, as in Fig. 5. Eq. 2 averages over them outside it.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
-    negative = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos)
+    negative = debiased(pos, neg, log_w, **debiasing)
     pooled = [_log_sum_exp(p) for p in _lists(pos)]
     return np.array([_log_one_plus_ratio(n, p) for n, p in zip(negative, pooled, strict=True)])
 
@@ -443,9 +496,9 @@ def triplet(pos, neg, log_w, margin=0.0):
     return np.array(losses)
 
 
-def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def ppcl(pos, neg, log_w, **debiasing):
     """Compute −(1/M_i) Σ_m log( e^{p_im} / (Σ_m' e^{p_im'} + e^{debiased_i}) ). Ref: [3] Eq. 8"""
-    negative = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos)
+    negative = debiased(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
         terms = []
@@ -457,9 +510,9 @@ def ppcl(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
     return np.array(losses)
 
 
-def decoupled(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None):
+def decoupled(pos, neg, log_w, **debiasing):
     """Compute −log( Σ_m e^{p_im} / e^{debiased_i} ), no positives below; 0 without candidates."""
-    negative = debiased(pos, neg, log_w, tau_plus, temperature, log_w_pos)
+    negative = debiased(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
         losses.append(n - _log_sum_exp(p) if n.real > -INF else 0.0)
@@ -545,6 +598,25 @@ def _real_mean(rows):
     return _mean(values) if values else math.nan
 
 
+def _entropy(row):
+    """Return −Σ_j r_j log r_j, r_j = e^{x_j} / Σ_k e^{x_k}."""
+    x = [row[j].real for j in _finite(row)]
+    log_total = _log_sum_exp(x)
+    return sum(math.exp(v - log_total) * (log_total - v) for v in x)
+
+
+def _log_effective_temperature(cosines, log_push):
+    """Return log t, within ±10, at which softmax(cos/t) has the entropy of e^log_push."""
+    wanted = _entropy(log_push)
+
+    def excess(log_t):
+        return _entropy([v / math.exp(log_t) for v in cosines]) - wanted
+
+    if excess(10) < 0:
+        return 10.0
+    return brentq(excess, -10, 10) if excess(-10) < 0 else -10.0
+
+
 def _figures(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
     """Return the dict of `statistics`."""
     clamped = [0.0] * len(pos)
@@ -556,7 +628,14 @@ def _figures(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
         if w:
             shares.append(sum(w) ** 2 / (len(w) * _product(w, w)))
     rows = {"clamped": [clamped], "ess": [shares], "positive": pos_cosines, "negative": cosines}
-    return {name: _real_mean(values) for name, values in rows.items()}
+    push = neg + log_w if objective in OBJECTIVES else log_w
+    if debiasing["debias"] == "exact" and debiasing["tau_plus"] > 0:
+        settings = debiasing["tau_plus"], debiasing["log_w_pos"]
+        rows["share"] = [_lists(np.exp(log_class_share(pos, neg, log_w, *settings)))]
+    figures = {name: _real_mean(values) for name, values in rows.items()}
+    log_t = [_log_effective_temperature(*pair) for pair in _together(cosines, push)]
+    geometric_mean = math.exp(_mean([x for x, s in zip(log_t, cosines, strict=True) if _finite(s)]))
+    return figures | {"temperature_effective": geometric_mean}
 
 
 def contrastive_loss(
@@ -580,6 +659,7 @@ def contrastive_loss(
     relative_margin=None,
     normalize=True,
     detach_weights=None,
+    debias="published",
     reduction="mean",
     return_stats=False,
 ):
@@ -631,15 +711,17 @@ def contrastive_loss(
     seen, seen_pos = neg, pos
     if detach_weights:
         seen, seen_pos = neg.real, pos.real
-    log_w, log_w_pos = weigh(seen), None
-    if tau_plus > 0 and pos.shape[1] > 1:  # one positive has the whole weight
-        if weights == "transported":  # positives have no marginals: w⁺ ∝ e^{−C/ε}
-            seen_pos = _log_kernel(seen_pos, **coupling)
-            weigh = partial(_by_row, _mean_one)
+    log_w = weigh(seen)
+    if debias == "exact":
+        log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha)
+    elif weights == "transported":  # positives have no marginals: w⁺ ∝ e^{−C/ε}
+        log_w_pos = _by_row(_mean_one, _log_kernel(seen_pos, **coupling))
+    else:
         log_w_pos = weigh(seen_pos)
 
     # 3. What is done with them?
-    debiasing = {"tau_plus": tau_plus, "temperature": temperature, "log_w_pos": log_w_pos}
+    debiasing = {"tau_plus": tau_plus, "temperature": temperature}
+    debiasing |= {"log_w_pos": log_w_pos, "debias": debias}
     losses = _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing)
     value = {"none": losses, "sum": sum(losses), "mean": sum(losses) / len(losses)}[reduction]
     if return_stats:
@@ -652,7 +734,9 @@ def statistics(*views, **options):
     clamped    the share of anchors at which the floor binds, [1] Fig. 5
     ess        the mean over anchors with candidates of (Σ_j w_ij)² / (N_i Σ_j w_ij²): 1 for uniform
                weights, 1/N if one candidate has all weight
-    positive, negative: the mean cosine of anchors with positives, with candidates; nan if none"""
+    positive, negative: the mean cosine of anchors with positives, with candidates; nan if none
+    temperature_effective: the t at which `uniform` weights push with as much entropy, a geometric
+    mean; with exact debiasing share, the mean τ_i"""
     return contrastive_loss(*views, **options, return_stats=True)[1]
 
 

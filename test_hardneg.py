@@ -170,6 +170,15 @@ def log_weights(name, logits, **options):
     return hardneg.mean_one(log_w, (logits > -INF).sum(-1).to(logits.dtype).log())
 
 
+def weights_alike(rule, pos, neg, **options):
+    """Weigh candidates and positives by one function → log w, log w⁺, (pos, neg) in torch."""
+    pos, neg = torch.tensor(pos), torch.tensor(neg)
+    names = {"tilted": ["beta"], "top": ["alpha"]}.get(rule, [])
+    log_w = log_weights(rule, neg, **{name: options[name] for name in names})
+    options = hardneg.Options(weights=rule, **options)
+    return log_w, hardneg.weigh_alike(pos, neg, log_w, options), (pos, neg)
+
+
 def with_slope(value, x):
     """Return a value and its gradient."""
     return value.detach(), torch.autograd.grad(value.sum(), x, retain_graph=True)[0]
@@ -819,6 +828,63 @@ class TestDebiased:
         close(contrastive_loss(x, x, temperature=t, **options), want, 1e-6, floor=1e-3)
 
 
+class TestExactDebiasing:
+    """debias="exact" is the mean over true negatives, weighted: what follows from q⁻ ∝ w p⁻."""
+
+    RULES = st.sampled_from(hardneg.EXACTLY_DEBIASED)
+    DRAWN = {**OPTIONS, "v": st.integers(2, 4), "classes": st.sampled_from([None, 3])}
+    DRAWN |= {"detach_weights": BOOLEANS, "block_size": BLOCK_SIZES}
+
+    @pytest.mark.parametrize("weights", hardneg.EXACTLY_DEBIASED)
+    @pytest.mark.parametrize("objective", hardneg.DEBIASED)
+    @given(**SAMPLES, **DRAWN)
+    def test_is_the_oracles(self, weights, objective, seed, v, b, classes, **options):
+        labels = None if classes is None else rng(seed).integers(classes, size=b)
+        options |= {"weights": weights, "objective": objective, "labels": labels}
+        agree(normal(seed, v * b, 3), v, debias="exact", **options)
+
+    @given(**SEEDS, rule=RULES, of_class=st.integers(1, 5), others=st.integers(1, 8))
+    def test_is_the_mean_over_other_classes(self, seed, rule, of_class, others):
+        """Where the candidates of the anchor's class are its positives, p = τ⁺ p⁺ + τ⁻ p⁻ holds."""
+        pos, rest = normal(seed, 1, of_class), normal(seed + 1, 1, others)
+        neg, tau_plus = np.concatenate([pos, rest], 1), of_class / (of_class + others)
+        options = {"beta": 1.3, "alpha": 0.4}
+        log_w, log_w_pos, settings = weights_alike(rule, pos, neg, **options)
+        w = log_w[:, of_class:].exp()
+        assume(w.sum() > 0)  # else only the own class is kept
+        truth = log_w.exp().sum() * (w * torch.tensor(rest).exp()).sum() / w.sum()
+        found = hardneg.debiased(*settings, log_w, tau_plus, 1, log_w_pos, debias="exact")
+        close(found.exp(), truth[None], 1e-10)
+
+    @given(**MATRICES, m=st.integers(1, 4), rule=RULES, t=st.floats(0.1, 2), tau=st.floats(0.01, 1))
+    def test_lies_between_its_bounds(self, seed, a, n, m, rule, t, tau):
+        """At least the published mean for uniform weights; at most that, or the largest e^s."""
+        neg, pos = masked_logits(seed, a, n), normal(seed + 1, a, m)
+        log_w, log_w_pos, settings = weights_alike(rule, pos, neg, beta=2.0, alpha=0.5)
+        arguments = {"tau_plus": tau * 0.9, "temperature": t}
+        found = hardneg.debiased(*settings, log_w, log_w_pos=log_w_pos, debias="exact", **arguments)
+        plain = hardneg.debiased(*settings, hardneg.uniform(settings[1]), **arguments)
+        total = hardneg.log_sum(log_w)
+        low = plain + total - (settings[1] > -INF).double().sum(1).log()
+        high = torch.maximum(low, settings[1].amax(1) + total)
+        assert (low - 1e-9 <= found).all() and (found <= high + 1e-9).all()
+
+    @given(**SAMPLES, v=st.integers(2, 4), tau_plus=st.floats(0, 0.9), t=TEMPERATURES)
+    def test_at_beta_0_is_published(self, seed, v, b, tau_plus, t):
+        x, options = normal(seed, v * b, 3), {"tau_plus": tau_plus, "temperature": t}
+        published = ours(x, v, loss="debiased", **options)
+        for exact in ({"loss": "debiased"}, {"loss": "hcl", "beta": 0.0}):
+            same(ours(x, v, debias="exact", **exact, **options), published, 1e-10)
+
+    def test_warns_where_positives_are_views(self):
+        """Views are too near for samples of a class, which would have more than all weight."""
+        x = embeddings(0, 20, 8)
+        options = {"loss": "hcl", "debias": "exact", "temperature": 0.2, "return_stats": True}
+        with pytest.warns(UserWarning, match="for most anchors"):
+            _, stats = contrastive_loss(x, x + 0.01, **options)
+        assert stats["clamped"] > 0.9 and stats["share"] > 1
+
+
 class TestPPCL:
     """`ppcl` has several positives: views, samples of the label, pairs of a generator."""
 
@@ -1117,9 +1183,12 @@ class TestStatistics:
     DRAWN |= {"temperature": st.floats(0.1, 2), "objective": st.sampled_from([None, "decoupled"])}
 
     @pytest.mark.parametrize("loss", PRESETS)
-    @given(**BATCHES, **DRAWN, labelled=BOOLEANS, block_size=BLOCK_SIZES)
-    def test_are_the_oracles(self, loss, seed, v, b, d, k, labelled, block_size, **options):
+    @given(**BATCHES, **DRAWN, labelled=BOOLEANS, exact=BOOLEANS, block_size=BLOCK_SIZES)
+    def test_are_the_oracles(self, loss, seed, v, b, d, k, labelled, exact, block_size, **options):
         options["loss"] = loss
+        objective = hardneg.PRESETS[loss][1]
+        if exact and (options["objective"] or objective) in hardneg.DEBIASED and loss != "ot":
+            options["debias"] = "exact"
         if labelled and loss != "ot":
             options["labels"] = rng(seed).integers(2, size=b)
             assume(k or len(set(options["labels"])) == 2)  # else there are no candidates at all
@@ -1131,6 +1200,13 @@ class TestStatistics:
         assert stats.keys() == want.keys()
         close(torch.stack([stats[name].double() for name in want]), list(want.values()), 1e-6)
         close(value, contrastive_loss(*views, **bank, **options), 1e-12)
+
+    @pytest.mark.parametrize("beta", [0.0, 0.5, 4.0])
+    def test_temperature_effective_of_hcl(self, beta):
+        """Tilted weights push like a plain loss at t/(1 + β)."""
+        options = {"loss": "hcl", "beta": beta, "temperature": 0.3, "return_stats": True}
+        _, stats = contrastive_loss(*embeddings(0, 2, 20, 4), **options)
+        close(stats["temperature_effective"], 0.3 / (1 + beta), 1e-9)
 
     def test_are_of_the_first_pairs(self):
         x, y = embeddings(0, 2, 1000, 4)
@@ -1529,9 +1605,11 @@ class TestTheorems:
         candidates = np.concatenate([own, np.tile(other, 9)])  # p = 0.1 p⁺ + 0.9 p⁻
         tilt = np.exp(beta * candidates) * (np.arange(20000) >= 2000)
         defined = (tilt * np.exp(candidates)).sum() / tilt.sum()
-        close(oracle.exact_tilted(own, candidates, beta, tau_plus), defined, 1e-11)
         close(defined, exact, 5e-4)
         pos, neg = own[None], candidates[None]
+        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=beta)
+        of_others = hardneg.debiased(*settings, log_w, tau_plus, t, log_w_pos, debias="exact")
+        close(of_others.exp() / 20000, [defined], 1e-11)
         weights = oracle.tilted(neg, beta), tau_plus, t, oracle.tilted(pos, beta)
         eq_2 = oracle.debiased(pos, neg, *weights)
         close(np.exp(eq_2[0]) / 20000, published, 5e-4)
@@ -1539,8 +1617,6 @@ class TestTheorems:
         rules = (log_weights("tilted", x, beta=beta) for x in (neg, pos))
         log_w, log_w_pos = rules
         close(hardneg.debiased(pos, neg, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
-        # the definition needs many positives
-        assert oracle.exact_tilted([2.0], [0.0, 0.5, 1.0, -1.0], 1, 0.1) < 0
 
     @pytest.mark.parametrize("classes", [2, 5])
     @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
@@ -1912,11 +1988,13 @@ class TestTheorems:
         """[1] Prop. 1 is of q_β⁻: on two atoms its sum stays e^{0.4}; that of Eq. 2 does not."""
         own, other, tau_plus, t = 0.9 / 0.5, 0.2 / 0.5, 0.1, 0.5
         candidates = [own] + [other] * 9  # p = 0.1 p⁺ + 0.9 p⁻
-        close(oracle.exact_tilted([own], candidates, beta, tau_plus), math.exp(other), 1e-6)
-        pos, neg = torch.tensor([[own]]), torch.tensor([candidates])
+        pos, neg = torch.tensor([[own]]).double(), torch.tensor([candidates]).double()
         log_w = log_weights("tilted", neg, beta=beta)
         eq_2 = hardneg.debiased(pos, neg, log_w, tau_plus, t).exp() / len(candidates)
         close(eq_2[0], published, 1e-3)
+        log_w_pos = log_w[:, :1]
+        exact = hardneg.debiased(pos, neg, log_w, tau_plus, t, log_w_pos, debias="exact").exp()
+        close(exact[0] / len(candidates), math.exp(other), 1e-5)  # at β = 16 ten digits cancel
 
     @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
     def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
@@ -2028,6 +2106,7 @@ class TestInvalidArguments:
         "absolute_margin": [INF, *NO_NUMBERS],
         "relative_margin": [INF, *NO_NUMBERS],
         "reduction": ["max"],
+        "debias": ["eq2", None],
         "block_size": [-1],
         "tau_plus": [-0.1, 1.0, 2, *NO_NUMBERS],
         "temperature": [0, -1.0, INF, torch.tensor(-0.5), *NO_NUMBERS],
@@ -2050,6 +2129,12 @@ class TestInvalidArguments:
                 with pytest.raises(hardneg.InvalidArgument, match=message) as caught:
                     call(**option)
                 assert torch.is_tensor(value) or str(value) in str(caught.value)
+
+    def test_exact_debiasing_is_not_for_all(self):
+        """A coupling has no potential for positives, a function no weight, simple no τ⁺."""
+        for other in ({"loss": "ot"}, {"weights": lambda s: s}, {"loss": "simple"}):
+            with pytest.raises(hardneg.InvalidArgument, match="^debias is .* weights unif"):
+                contrastive_loss(*embeddings(1, 2, 4, 3), debias="exact", **other)
 
     SHAPES = [[], [(4, 3)], [(4, 3), (5, 3)], [(4, 3), (4, 2)]]
     SHAPES += [[shape] * 2 for shape in ((1, 3), (0, 3), (4,), (4, 3, 1), (3, 0))]

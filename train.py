@@ -62,6 +62,7 @@ class Options:
     objective: str = option(None, "", choices=hardneg.OBJECTIVES, otherwise="the loss's")
     temperature: float = option(0.1, "divides cosines, above 0")
     tau_plus: float = option(None, "false negatives' share [1], in [0, 1)", otherwise="the loss's")
+    debias: str = option("published", "of tau_plus [1]", choices=("published", "exact"))
     beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
     anneal: bool = option(False, "hcl: lower beta to 0 in five steps over the run")
     epsilon: float = option(0.3, "ot: regularisation, in units of the cost, above 0 [2]")
@@ -382,8 +383,7 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         fits = value is None or least <= value <= most
         require(fits, command.flag_of(name), value, f"from {least} to {most}")
-    is_folder = options.out.is_dir() or not options.out.exists()
-    require(is_folder, "--out", options.out, "a folder, not a file")
+    require(not options.out.is_file(), "--out", options.out, "a folder, not a file")
     if options.resume:
         require(not options.overwrite, "--resume", "on", "off with --overwrite")
         check_run("--resume, so --out", options.out)

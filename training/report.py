@@ -29,7 +29,8 @@ COLUMNS = {
     "uniformity": "uniformity",
     "tolerance": "tolerance",
 }
-FIGURES = "loss positive negative ess clamped pair d_loss g_loss diversity".split()
+FIGURES = "loss positive negative ess clamped share temperature_effective".split()
+FIGURES += "pair d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 
 
@@ -346,7 +347,7 @@ def draw_curves(history: list[dict]) -> Picture:
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
     caption = "Cosines of views of one image (positive) and of others (negative) part during "
     caption += "training. ess: effective share of negatives; clamped: share of anchors at the "
-    caption += "floor of debiasing."
+    caption += "floor of debiasing. temperature_effective: that of a simclr which pushes as hard."
     return Picture("curves", title, caption, figure)
 
 
