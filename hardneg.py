@@ -69,7 +69,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 __version__ = "1.0.0"
-__all__ = ["ContrastiveLoss", "contrastive_loss", "gather"]
+__all__ = ["ContrastiveLoss", "contrastive_loss", "gather", "mine"]
 
 INF = math.inf
 _NONE = -1e30  # fills the row of an anchor without candidates: finite, as −∞ − (−∞) is NaN
@@ -487,6 +487,8 @@ def contrastive_loss(
     absolute_margin, relative_margin   drop likely false negatives: a candidate stays if its cosine
                     is at most c − absolute_margin and at most c − relative_margin · |c|, c the
                     anchor's largest positive cosine; None: all stay
+    margin_columns  how many of the first rows of `negatives` the margins look at; the others,
+                    picked by hand, stay. None: all
     normalize=True  project rows to the unit sphere first; if False, they must have unit norm
     detach_weights  True: no gradient through the weights. None: True for transported, as in the
                     authors' code, else False
@@ -692,13 +694,12 @@ def _exclude_(neg, pos, pairs, options):
         neg.masked_fill_(~pairs.mask, -INF)
     if pairs.labels is not None:
         neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, -INF)
-    nearest_positive = pos.amax(1, keepdim=True)
-    if options.absolute_margin is not None:
+    margins = options.absolute_margin, options.relative_margin
+    if margins != (None, None):
         t = 1 if options.objective in ON_COSINES else pairs.t
-        neg.masked_fill_(neg > nearest_positive - options.absolute_margin / t, -INF)
-    if options.relative_margin is not None:
-        limit = nearest_positive - options.relative_margin * nearest_positive.abs()
-        neg.masked_fill_(neg > limit, -INF)
+        filtered = neg[:, : options.margin_columns]
+        limit = _limit(pos.amax(1, keepdim=True), *margins, t)
+        filtered.masked_fill_(filtered > limit, -INF)
     counts = (neg > -INF).sum(1)
     neg.masked_fill_((counts == 0)[:, None], _NONE)
     return counts.to(neg.dtype).log().clamp_min(_NONE)
@@ -794,21 +795,111 @@ def _entropy(x):
 # ---- 4. Finding: which samples to take as negatives --------------------------------------------
 
 
-def draw(
-    log_w: Tensor, k: int, replacement: bool = False, generator: torch.Generator | None = None
+@torch.no_grad()
+def mine(
+    queries: Tensor,
+    documents: Tensor,
+    k: int,
+    skip: int = 0,
+    positives: Tensor | None = None,
+    absolute_margin: float | None = None,
+    relative_margin: float | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor:
-    """Draw k negatives for every anchor, candidate j with probability w_ij / Σ_l w_il.
-    log_w (A, N), up to a constant of each row → indices (A, k), distinct unless with replacement:
-    rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
-    on a CPU, if a row has too few candidates."""
-    shares = torch.softmax(log_w, -1)
-    enough = True
-    if _may_read(shares):
-        fewest = (shares > 0).sum(-1).amin()
-        enough = fewest >= (1 if replacement else k)
+    """Find the k nearest documents of each query that are no positives: hard negatives.
+    queries (n, D), documents (N, D), of any floating dtype, on one device → rows of documents
+    (n, k), nearest first, of equally near ones the first; −1 where fewer are left.
+
+    skip            how many of the nearest to leave out, as likely false negatives
+    positives       (n,): the row of each query's own document, which is not taken; None: row i
+    absolute_margin, relative_margin    as of `contrastive_loss`: a document may be taken if its
+                    cosine is at most c − absolute_margin and at most c − relative_margin · |c|, c
+                    that of the query's own document. 0.05 is a common relative one
+    labels          (N,): documents with the label of the query's own are not taken
+
+    Embed the documents that it found again, with a gradient, and mask the places of −1:
+        rows = mine(all_x, all_y, k)[batch]                                        # (B, k)
+        contrastive_loss(x, y, negatives=embed(rows), negative_mask=rows >= 0)     # (B, k, D)
+    Cost: n·N·D, and the memory of 64 rows of N cosines or more"""
+    n, size = len(queries), len(documents)
+    if positives is None:
+        _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
+        positives = torch.arange(n, device=queries.device)
+    _require(k >= 1, "k", k, "at least 1")
+    _require(skip >= 0, "skip", skip, "at least 0")
+    found = []
+    with torch.autocast(queries.device.type, enabled=False):
+        queries, documents = unit(_upcast(queries)), unit(_upcast(documents))
+        for rows in _slices(n, max(64, 2**24 // size)):
+            cosines = queries[rows] @ documents.T  # (a, N)
+            own = positives[rows, None]
+            if absolute_margin is not None or relative_margin is not None:
+                limit = _limit(cosines.gather(1, own), absolute_margin, relative_margin)
+                cosines.masked_fill_(cosines > limit, -INF)
+            if labels is not None:
+                cosines.masked_fill_(labels[own] == labels, -INF)
+            cosines.scatter_(1, own, -INF)
+            nearest, index = _largest(cosines, k + skip)
+            found.append(index.masked_fill(nearest == -INF, -1)[:, skip:])
+    index = torch.cat(found)
+    return F.pad(index, (0, k - index.shape[1]), value=-1)
+
+
+def _largest(x, k):
+    """Return the k largest entries of each row and their columns, of equal entries the first.
+    They stand in the k groups of 64 columns with the largest maxima, so only these are sorted."""
+    if x.shape[1] <= 64 * k:
+        values, columns = x.sort(dim=1, descending=True, stable=True)
+        return values[:, :k], columns[:, :k]
+    x = F.pad(x, (0, -x.shape[1] % 64), value=-INF)
+    groups = x.unflatten(1, (-1, 64))  # (a, groups, 64)
+    chosen = _largest(groups.amax(2), k)[1].sort(1).values  # (a, k)
+    members = groups.gather(1, chosen[:, :, None].expand(-1, -1, 64))  # (a, k, 64)
+    values, places = _largest(members.flatten(1), k)
+    return values, 64 * chosen.gather(1, places // 64) + places % 64
+
+
+def _limit(nearest_positive, absolute_margin, relative_margin, t=1):
+    """Return up to which cosine, or logit, the margins let a candidate be a negative."""
+    limit = torch.full_like(nearest_positive, INF)
+    if absolute_margin is not None:
+        limit = nearest_positive - absolute_margin / t
+    if relative_margin is not None:
+        relative = nearest_positive - relative_margin * nearest_positive.abs()
+        limit = torch.minimum(limit, relative)
+    return limit
+
+
+def group_batches(index: Tensor, size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Order samples so that near ones come in one batch, where they are hard negatives.
+    index (n, k): neighbours of each sample, as `mine` finds them → order (n,), to be cut into
+    batches: groups, in random order. A group is a random sample, and the nearest size − 1 of its
+    neighbours that are not in another group. generator: of the CPU, which does this"""
+    neighbours = index.tolist()
+    free, groups = set(range(len(neighbours))), []
+    for i in torch.randperm(len(neighbours), generator=generator).tolist():
+        if i in free:
+            group = [j for j in [i, *neighbours[i]] if j in free][:size]
+            free.difference_update(group)
+            groups.append(torch.tensor(group))
+    order = torch.randperm(len(groups), generator=generator).tolist()
+    return torch.cat([groups[k] for k in order])
+
+
+def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
+    log_w (A, N), up to a constant of each row → indices (A, k): rows[draw(log_w, k)] are
+    `negatives` (A, k, D). generator: on log_w's device. Raises ValueError, on a CPU, if a row has
+    too few candidates."""
+    log_w, enough = _upcast(log_w), True
+    if _may_read(log_w):
+        enough = k <= (log_w > -INF).sum(-1).amin()
     allowed = "at least 1, and at most the number of candidates of weight above 0"
     _require(k >= 1 and enough, "k", k, allowed)
-    return torch.multinomial(shares, k, replacement, generator=generator)
+    # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
+    noise = torch.empty_like(log_w).exponential_(generator=generator)
+    noise = noise.log().clamp_min(-99)  # clamp: −∞ − log 0 would be NaN
+    return (log_w - noise).topk(k).indices
 
 
 # ---- 5. Numerics and checks --------------------------------------------------------------------
@@ -934,6 +1025,7 @@ class Options:
     margin: float = 0.0
     absolute_margin: float | None = None
     relative_margin: float | None = None
+    margin_columns: int | None = None
     normalize: bool = True
     detach_weights: bool | None = None
     debias: str = "published"
@@ -955,9 +1047,10 @@ class Options:
             self._check_name(name, allowed)
         for name, (low, high, allowed) in RANGES.items():
             self._check_number(name, low, high, allowed)
-        block_size = self.block_size
-        whole = block_size is None or isinstance(block_size, int) and block_size >= 0
-        _require(whole, "block_size", repr(block_size), "a number of anchors, or None")
+        for name in ("block_size", "margin_columns"):
+            value = getattr(self, name)
+            counts = value is None or isinstance(value, int) and value >= 0
+            _require(counts, name, repr(value), "a whole number of at least 0, or None")
         if self.objective not in DEBIASED:
             self.tau_plus = 0.0
         known = self.objective in DEBIASED and self.weights in EXACTLY_DEBIASED
@@ -1139,7 +1232,7 @@ TENSORS = (
 VALUES = (
     "str weights, str objective, float tau_plus, float beta, float alpha, float epsilon, str cost, "
     "float kappa, float margin, float? absolute_margin, float? relative_margin, "
-    "bool detach_weights, str debias"
+    "int? margin_columns, bool detach_weights, str debias"
 )
 NAMESPACE = __name__.replace(".", "_")  # a project may hold several copies of this file
 
@@ -1902,9 +1995,8 @@ class SimCLR(nn.Module):
         Partners on another device than the index make the host wait."""
         images, labels = self.partners
         same = (labels == labels[index, None]) & (labels >= 0)  # (B, n)
-        weights = same.float().scatter_(1, index[:, None], 1e-9)
-        weights /= torch.empty_like(weights).exponential_(generator=generator)
-        other = weights.argmax(1)  # torch.multinomial draws the same one, but reads values
+        log_w = torch.where(same, 0.0, -INF).scatter_(1, index[:, None], -20.0)
+        other = draw(log_w, 1, generator)[:, 0]
         return images[other.to(images.device)].to(other.device)
 
 

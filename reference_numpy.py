@@ -549,7 +549,7 @@ def _limit(positives, absolute_margin, relative_margin):
 
 
 def _who_is_who(
-    views, bank, positive_index, negative_mask, labels, absolute_margin, relative_margin, objective
+    views, bank, positive_index, negative_mask, labels, margins, margin_columns, objective
 ):
     """Return the cosines of anchors with positives (A, M) and with candidates (A, N), else −∞."""
     size = len(views[0])
@@ -574,9 +574,12 @@ def _who_is_who(
                 positives.append(_product(rows[a], candidate))
             elif not same_label and not is_masked:
                 negatives[j] = _product(rows[a], candidate)
-        limit = _limit(positives, absolute_margin, relative_margin)
+        limit = _limit(positives, *margins)
+        for j, cosine in enumerate(negatives[:margin_columns]):
+            if cosine.real > limit:
+                negatives[j] = -INF
         pos.append(positives)
-        neg.append([v if v.real <= limit else -INF for v in negatives])
+        neg.append(negatives)
     width = max(len(row) for row in pos)
     return [row + [-INF] * (width - len(row)) for row in pos], neg
 
@@ -657,6 +660,7 @@ def contrastive_loss(
     labels=None,
     absolute_margin=None,
     relative_margin=None,
+    margin_columns=None,
     normalize=True,
     detach_weights=None,
     debias="published",
@@ -677,6 +681,7 @@ def contrastive_loss(
     absolute_margin  drops candidates whose cosine is above p − absolute_margin, p the anchor's
                      largest positive cosine
     relative_margin  drops candidates whose cosine is above p − relative_margin · |p|
+    margin_columns   how many of the first candidates the margins may drop; None: all
     weights          a name or a function: logits (A, N) → log weights (A, N)
     objective        a name or a function: logits (A, M), (A, N), log weights (A, N) → losses (A,)
     detach_weights   holds log w and log w⁺ constant; None: for `transported` alone
@@ -697,7 +702,7 @@ def contrastive_loss(
         negatives = unit(negatives)
     margins = absolute_margin, relative_margin
     pos_cosines, cosines = _who_is_who(
-        views, negatives, positive_index, negative_mask, labels, *margins, objective
+        views, negatives, positive_index, negative_mask, labels, margins, margin_columns, objective
     )
     pos = _double([[v / temperature for v in row] for row in pos_cosines])
     neg = _double([[v / temperature for v in row] for row in cosines])
@@ -738,6 +743,35 @@ def statistics(*views, **options):
     temperature_effective: the t at which `uniform` weights push with as much entropy, a geometric
     mean; with exact debiasing share, the mean τ_i"""
     return contrastive_loss(*views, **options, return_stats=True)[1]
+
+
+def mine(
+    queries,
+    documents,
+    k,
+    skip=0,
+    positives=None,
+    absolute_margin=None,
+    relative_margin=None,
+    labels=None,
+):
+    """List the k nearest documents of each query that are negatives, −1 where fewer are left.
+    Nearest first, of equals the first one, without the first `skip`. positives[i] is the document
+    of query i (None: i); those of its label, or above the margins, are no negatives."""
+    queries, documents = _lists(unit(queries)), _lists(unit(documents))
+    found = []
+    for i, query in enumerate(queries):
+        own = i if positives is None else positives[i]
+        cosines = [_product(query, document) for document in documents]
+        limit = _limit([cosines[own]], absolute_margin, relative_margin)
+        left = []
+        for j, cosine in enumerate(cosines):
+            same_label = labels is not None and labels[j] == labels[own]
+            if j != own and not same_label and cosine <= limit:
+                left.append((-cosine, j))
+        nearest = [j for _, j in sorted(left)][skip : skip + k]
+        found.append(nearest + [-1] * (k - len(nearest)))
+    return np.array(found)
 
 
 # ---- 4. The papers' equations for two plain views ------------------------------------------------

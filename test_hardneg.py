@@ -843,6 +843,7 @@ class TestExactDebiasing:
         options |= {"weights": weights, "objective": objective, "labels": labels}
         agree(normal(seed, v * b, 3), v, debias="exact", **options)
 
+    @at_least(50)
     @given(**SEEDS, rule=RULES, of_class=st.integers(1, 5), others=st.integers(1, 8))
     def test_is_the_mean_over_other_classes(self, seed, rule, of_class, others):
         """Where the candidates of the anchor's class are its positives, p = τ⁺ p⁺ + τ⁻ p⁻ holds."""
@@ -875,6 +876,14 @@ class TestExactDebiasing:
         published = ours(x, v, loss="debiased", **options)
         for exact in ({"loss": "debiased"}, {"loss": "hcl", "beta": 0.0}):
             same(ours(x, v, debias="exact", **exact, **options), published, 1e-10)
+
+    def test_takes_the_floor_where_the_class_has_all_weight(self):
+        """τ_i ≥ 1, although less than all of e^s is the class's: no weight is left for others."""
+        pos, neg = np.array([[1.0]]), np.array([[3.0] + [-3.0] * 9])
+        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=0.5)
+        assert hardneg.log_class_share(*settings, log_w, log_w_pos, 0.5) > 0
+        found = hardneg.debiased(*settings, log_w, 0.5, 1, log_w_pos, debias="exact")
+        close(found, hardneg.debiased(*settings, log_w * 0, 0.5), 1e-12)
 
     def test_warns_where_positives_are_views(self):
         """Views are too near for samples of a class, which would have more than all weight."""
@@ -1007,6 +1016,7 @@ class TestNegatives:
     MASKS |= {"hidden": st.just(0) | st.floats(0, 0.8), "owned": BOOLEANS, "tau_plus": LOW_TAUS}
     MASKS |= {"absolute_margin": st.sampled_from([None, 3, 0.4, -0.2])}
     MASKS |= {"relative_margin": st.sampled_from([None, 0.05, 0.5])}
+    MASKS |= {"margin_columns": st.sampled_from([None, 0, 2])}
     MASKS |= {"detach_weights": st.sampled_from([None, 1]), "block_size": BLOCK_SIZES}
 
     @pytest.mark.parametrize("where, weights, objective", WHERE)
@@ -1030,8 +1040,8 @@ class TestNegatives:
             views = np.split(oracle.unit(x[: v * b]), v)
             bank = oracle.unit(x[v * b :]) if rows else None
             margins = options["absolute_margin"], options["relative_margin"]
-            who = positive_index, negative_mask, labels, *margins, objective
-            assume(feasible(np.array(oracle._who_is_who(views, bank, *who)[1]) > -INF))
+            who = positive_index, negative_mask, labels, margins, options["margin_columns"]
+            assume(feasible(np.array(oracle._who_is_who(views, bank, *who, objective)[1]) > -INF))
         agree(x, v, rows, each=each, weights=weights, objective=objective, **masks, **options)
 
     @pytest.mark.parametrize("loss", PRESETS)
@@ -2055,43 +2065,179 @@ class TestTheorems:
 
 
 # ---- Section 4: finding
+class TestMine:
+    """`mine` lists the nearest documents that may be negatives, as brute force does."""
+
+    MARGINS = {"absolute_margin": st.sampled_from([None, -0.1, 0.0, 0.2])}
+    MARGINS |= {"relative_margin": st.sampled_from([None, 0.0, 0.3])}
+    DRAWN = {"n": st.integers(1, 6), "more": st.integers(0, 9), "skip": st.integers(0, 3)}
+    DRAWN |= {"k": st.integers(1, 16), "own": BOOLEANS, "labelled": BOOLEANS, **MARGINS}
+
+    def drawn(self, seed, n, more, own, labelled, **options):
+        """Make queries, documents and options; coordinates are few, so that cosines tie."""
+        random, size = rng(seed), n + more
+        queries, documents = (random.integers(-2, 3, (rows, 2)) * 1.0 for rows in (n, size))
+        if options.pop("along_axes", False):
+            axes = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
+            queries, documents = (axes[random.integers(4, size=rows)] for rows in (n, size))
+        if own:
+            options["positives"] = random.integers(size, size=n)
+        if labelled:
+            options["labels"] = random.integers(3, size=size)
+        return queries, documents, options
+
+    def found(self, queries, documents, options, dtype):
+        tensors = {k: torch.tensor(x) for k, x in options.items() if isinstance(x, np.ndarray)}
+        rows = (torch.tensor(x, dtype=dtype) for x in (queries, documents))
+        return hardneg.mine(*rows, **options | tensors)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    @given(**SEEDS, **DRAWN)
+    def test_is_brute_force(self, dtype, seed, k, skip, **drawn):
+        queries, documents, options = self.drawn(seed, **drawn)
+        options |= {"k": k, "skip": skip}
+        want = oracle.mine(queries, documents, **options)
+        found = self.found(queries, documents, options, dtype)
+        assert found.dtype == torch.long and found.shape == want.shape
+        # rounding may part equal cosines: then their order is free, or which side of a margin
+        rows, all_rows = oracle.unit(queries), oracle.unit(documents)
+        cosines = np.append(rows @ all_rows.T, np.full((len(rows), 1), -9.0), 1)
+        margins = options["absolute_margin"], options["relative_margin"]
+        if margins == (None, None):
+            got = np.take_along_axis(cosines, found.numpy(), 1)
+            close(got, np.take_along_axis(cosines, want, 1), 1e-6)
+
+    @given(**SEEDS, **DRAWN)
+    def test_ties_go_by_index(self, seed, k, skip, **drawn):
+        """Rows along the axes have cosines without rounding: equal to the oracle, ties and all."""
+        queries, documents, options = self.drawn(seed, along_axes=True, **drawn)
+        options |= {"k": k, "skip": skip}
+        want = oracle.mine(queries, documents, **options)
+        assert (self.found(queries, documents, options, torch.float32).numpy() == want).all()
+
+    def test_compiled(self):
+        x, y = embeddings(0, 2, 200, 4).float()
+        options = {"k": 3, "skip": 1, "relative_margin": 0.05, "labels": torch.arange(200) // 2}
+        found = torch.compile(hardneg.mine, fullgraph=True)(x, y, **options)
+        assert torch.equal(found, hardneg.mine(x, y, **options))
+
+    @pytest.mark.parametrize(
+        "size, k, skip", [(9, 8, 0), (1000, 3, 2), (5000, 2, 0), (9000, 70, 1)]
+    )
+    def test_large_sets_are_sorted_in_groups(self, size, k, skip):
+        queries, documents = normal(0, 5, 3), normal(1, size, 3)
+        documents[size // 2 :] = documents[: size - size // 2]  # each twice: ties
+        want = oracle.mine(queries, documents, k, skip)
+        assert (self.found(queries, documents, {"k": k, "skip": skip}, torch.float64) == want).all()
+
+    def test_all_others_and_none(self):
+        x = torch.eye(4)
+        assert hardneg.mine(x, x, 3).tolist() == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+        assert hardneg.mine(x, x, 9).tolist()[0] == [1, 2, 3] + [-1] * 6
+        for none in ({"labels": torch.zeros(4)}, {"absolute_margin": 2.0}, {"skip": 3}):
+            assert (hardneg.mine(x, x, 2, **none) == -1).all()
+
+    @given(**SEEDS, **MARGINS)
+    def test_margins_are_those_of_the_loss(self, seed, **margins):
+        """What `mine` leaves out are the candidates without a gradient in the loss."""
+        x, y = (torch.tensor(rows) for rows in normal(seed, 2, 6, 3))
+        found = hardneg.mine(x, y, 6, **margins)
+        candidates = y.clone().requires_grad_()
+        for i, row in enumerate(found.tolist()):
+            given = {"negatives": candidates, "positive_index": torch.tensor([i]), **margins}
+            loss = contrastive_loss(x[i : i + 1], y[i : i + 1], **given)
+            (slope,) = torch.autograd.grad(loss, candidates)
+            counted = slope.abs().sum(1).nonzero()[:, 0].tolist()
+            assert counted == sorted(j for j in row if j >= 0)
+
+    def test_what_was_found_is_trained_on(self):
+        """Places of −1 are masked: the loss is that of the documents that were found."""
+        x, y = embeddings(0, 2, 6, 3)
+        found = hardneg.mine(x, y, 5, relative_margin=0.5)
+        assert (found == -1).any() and (found >= 0).any()
+        given = {"negatives": y[found], "negative_mask": found >= 0, "reduction": "none"}
+        losses = contrastive_loss(x, y, **given)
+        for i in range(6):
+            rows = y[found[i][found[i] >= 0]]
+            if len(rows):
+                close(losses[i], contrastive_loss(x[[i]], y[[i]], negatives=rows), 1e-12)
+            else:
+                assert losses[i] == 0
+
+    WRONG = [("k", 4, {"k": 0}), ("skip", 4, {"k": 1, "skip": -1}), ("documents", 3, {"k": 1})]
+
+    @pytest.mark.parametrize("name, size, options", WRONG)
+    def test_wrong_arguments(self, name, size, options):
+        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is "):
+            hardneg.mine(torch.eye(4), torch.eye(4)[:size], **options)
+
+
+class TestGroupBatches:
+    """Groups of neighbours come together, each sample once."""
+
+    @given(**SEEDS, n=st.integers(1, 40), k=st.integers(1, 8), size=st.integers(1, 6))
+    def test_is_a_permutation_of_groups(self, seed, n, k, size):
+        index = hardneg.mine(*embeddings(seed, 2, n, 3), k)
+        order = hardneg.group_batches(index, size, seeded(seed)).tolist()
+        assert sorted(order) == list(range(n))
+        assert order == hardneg.group_batches(index, size, seeded(seed)).tolist()
+        if size == 1:
+            assert n < 9 or order != list(range(n))
+
+    def test_neighbours_share_a_batch(self):
+        """Twenty tight clusters of eight come whole, in random order."""
+        centres = embeddings(0, 20, 16).repeat_interleave(8, 0)
+        x = centres + 0.01 * embeddings(1, 160, 16)
+        order = hardneg.group_batches(hardneg.mine(x, x, 7), 8, seeded(0))
+        clusters = (order // 8).view(20, 8)
+        assert (clusters == clusters[:, :1]).all()
+        assert clusters[:, 0].tolist() != sorted(clusters[:, 0].tolist())
+
+
 class TestDraw:
     """Indices have the frequencies of their weights, and a generator's state replays them."""
 
     @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
-    @given(**SEEDS, replacement=BOOLEANS, constant=st.sampled_from([0, 1000]))
-    def test_frequencies(self, weights, seed, replacement, constant):
+    @given(**SEEDS, constant=st.sampled_from([0, 1000]))
+    def test_frequencies(self, weights, seed, constant):
         logits = masked_logits(seed, 3, 6, share=0 if weights == "transported" else 0.3)
         options = WEIGHT_OPTIONS[weights]
         log_w = getattr(hardneg, weights)(torch.tensor(logits), **options) + constant
         draws, generator = 20000, seeded(seed)
         shares = np.exp(getattr(oracle, weights)(logits, **options))
         for row, share in zip(log_w, shares, strict=True):
-            index = hardneg.draw(row.expand(draws, -1), 1, replacement, generator)
+            index = hardneg.draw(row.expand(draws, -1), 1, generator)
             expected = draws * share / share.sum()
             off, used = np.bincount(index.flatten().numpy(), minlength=6) - expected, expected > 0
             assert (off[~used] == 0).all()
             assert (off[used] ** 2 / expected[used]).sum() < 50  # χ² of 5 degrees: 1e-9
 
-    @given(**MATRICES, replacement=BOOLEANS)
-    def test_replay_and_no_repeats(self, seed, a, n, replacement):
+    def test_the_second_is_drawn_from_the_rest(self):
+        """P(1, then 2) = w_1 w_2 / (1 − w_1) for shares w."""
+        w = np.array([0.5, 0.3, 0.2])
+        index = hardneg.draw(torch.tensor(w).log().expand(30000, -1), 2, seeded(0)).numpy()
+        for i, j in itertools.permutations(range(3), 2):
+            expected = w[i] * w[j] / (1 - w[i])
+            assert abs((index == [i, j]).all(1).mean() - expected) < 5 * math.sqrt(expected / 30000)
+
+    @given(**MATRICES)
+    def test_replay_and_no_repeats(self, seed, a, n):
         log_w = hardneg.uniform(torch.tensor(masked_logits(seed, a, n))).repeat(50, 1)
         counts, generator = (log_w > -INF).sum(1), seeded(3)
-        k = 5 if replacement else int(counts.min())
-        index, following = (hardneg.draw(log_w, k, replacement, generator) for _ in range(2))
+        k = int(counts.min())
+        index, following = (hardneg.draw(log_w, k, generator) for _ in range(2))
         assert index.shape == (50 * a, k) and index.dtype == torch.long
         assert (log_w.gather(1, index) > -INF).all()
         assert (index != following).any() or counts.max() == 1
-        assert replacement or all(len(set(row)) == k for row in index.tolist())
-        assert torch.equal(hardneg.draw(log_w, k, replacement, seeded(3)), index)
+        assert all(len(set(row)) == k for row in index.tolist())
+        assert torch.equal(hardneg.draw(log_w, k, seeded(3)), index)
 
-    TOO_FEW = [([0, -INF, 0], 3, False), ([-INF] * 3, 1, False), ([-INF] * 3, 1, True)]
-    TOO_FEW += [([0, 0, 0], 4, False), ([0, 0, 0], 0, True)]
+    TOO_FEW = [([0, -INF, 0], 3), ([-INF] * 3, 1), ([0, 0, 0], 4), ([0, 0, 0], 0)]
 
-    @pytest.mark.parametrize("row, k, replacement", TOO_FEW)
-    def test_too_few_candidates(self, row, k, replacement):
+    @pytest.mark.parametrize("row, k", TOO_FEW)
+    def test_too_few_candidates(self, row, k):
         with pytest.raises(ValueError, match="^k is "):
-            hardneg.draw(torch.tensor([[0.0] * 3, row]), k, replacement)
+            hardneg.draw(torch.tensor([[0.0] * 3, row]), k)
 
 
 # ---- Section 5: numerics and checks
