@@ -303,7 +303,7 @@ def debiased(
     "published"  τ = τ⁺; the floor W e^{−1/t}, as no cosine is below −1, has no gradient. It follows
                  from q for uniform weights alone, where W τ E⁺ is the expected sum over false
                  negatives. Ref: [1] Eq. 2, Fig. 5 (without N)
-    "exact"      τ = τ_i of `log_class_share`: what follows from q. The mean over true negatives is
+    "exact"      τ = τ_i of `_log_class_share`: what follows from q. The mean over true negatives is
                  at most the largest e^s. It is at least the published mean for uniform weights:
                  this floor is also taken where nothing is left, or τ_i ≥ 1. It needs positives
                  that are samples of the class, four or more, and t ≥ 0.3.
@@ -319,7 +319,7 @@ def debiased(
         log_mean = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
     log_tau, log_others, floor = math.log(tau_plus), math.log1p(-tau_plus), log_n - 1 / temperature
     if debias == "exact":
-        log_tau = log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
+        log_tau = _log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
         log_others = _log_difference(torch.zeros_like(log_tau), log_tau)
         floor = debiased(pos, neg, uniform(neg), tau_plus, temperature, uniform(pos))
         floor = floor + log_n - log_sum(uniform(neg))
@@ -338,12 +338,10 @@ def debiased(
     return torch.where(clamped, floor, rest)
 
 
-def log_class_share(
-    pos: Tensor, neg: Tensor, log_w: Tensor, log_w_pos: Tensor, tau_plus: float
-) -> Tensor:
-    """Compute the log of τ_i = τ⁺ (1/M Σ_m w⁺_m) / (1/N Σ_j w_j): which share of the weight the
-    anchor's class has, if w⁺ and w are one function of the logit. At τ_i ≥ 1 the weights, τ⁺ and
-    the positives contradict each other. Of `tilted`: τ⁺ Z⁺/Z_β. → (A,)"""
+def _log_class_share(pos, neg, log_w, log_w_pos, tau_plus):
+    """Compute log τ_i, (A,): the share of the weight that the anchor's class has, where w⁺ and w
+    are one function of the logit. At τ_i ≥ 1 the weights, τ⁺ and positives contradict each other.
+        τ_i = τ⁺ (1/M Σ_m w⁺_m) / (1/N Σ_j w_j), for `tilted` τ⁺ Z⁺/Z_β"""
     log_mean = log_sum(log_w) - log_sum(uniform(neg))
     log_mean_pos = log_sum(log_w_pos) - log_sum(uniform(pos))
     return math.log(tau_plus) + log_mean_pos - log_mean
@@ -452,8 +450,8 @@ def contrastive_loss(
                     positive_index=torch.arange(B) for the views x, y
     positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
                     candidate
-    negative_mask   boolean (A, N), True where the candidate may be a negative: for ragged or
-                    filtered ones
+    negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
+                    negative: for ragged or filtered ones
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
                     they are positives. Every number is a label: none says "unknown". With
                     negatives: (B + K,), the last K for its rows; (B,) then has no effect
@@ -558,9 +556,8 @@ class _Answers(NamedTuple):
     losses: Tensor  # (a,)
     pos: Tensor  # (a, M), logits, or cosines of simple and triplet; −∞ where there is no positive
     neg: Tensor  # (a, N), the same; −∞ where the candidate is no negative
-    log_n: float | Tensor  # (a,)
     log_w: Tensor  # (a, N)
-    log_w_pos: Tensor | None  # (a, M)
+    debiasing: dict  # options of `debiased`
 
 
 def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | None) -> _Answers:
@@ -581,8 +578,12 @@ def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | Non
             log_w_pos = weigh(pos, options, t, potential=0.0)  # they are no columns of a coupling
 
     # 3. What is done with them?
-    losses = _judge(pos, neg, log_n, log_w, log_w_pos, t, options)
-    return _Answers(losses, pos, neg, log_n, log_w, log_w_pos)
+    if options.weights == "top" or callable(options.weights):
+        log_n = None  # the weights are not of mean 1: their sum is not N
+    debiasing = {"tau_plus": options.tau_plus, "temperature": t, "debias": options.debias}
+    debiasing |= {"log_w_pos": log_w_pos, "log_n": log_n}
+    losses = _judge(pos, neg, log_w, debiasing, options)
+    return _Answers(losses, pos, neg, log_w, debiasing)
 
 
 def _who_(neg, pairs, options):
@@ -602,7 +603,7 @@ def _logits(neg, t, options):
     return torch.where(is_candidate, logits, neg)
 
 
-def _judge(pos, neg, log_n, log_w, log_w_pos, t, options):
+def _judge(pos, neg, log_w, debiasing, options):
     """Answer question 3 by the options: the losses (a,) of the objective."""
     if callable(options.objective):
         return options.objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
@@ -610,10 +611,6 @@ def _judge(pos, neg, log_n, log_w, log_w_pos, t, options):
         return simple(pos, neg, log_w)
     if options.objective == "triplet":
         return triplet(pos, neg, log_w, options.margin)
-    if options.weights == "top" or callable(options.weights):
-        log_n = None  # the weights are not of mean 1: their sum is not N
-    debiasing = {"tau_plus": options.tau_plus, "temperature": t, "debias": options.debias}
-    debiasing |= {"log_w_pos": log_w_pos, "log_n": log_n}
     objective = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}[options.objective]
     return objective(pos, neg, log_w, **debiasing)
 
@@ -632,8 +629,6 @@ def _pair(views, negatives, positive_index, negative_mask, labels, group, option
         t = t.to(z)
     if labels is not None:
         labels = torch.as_tensor(labels, device=z.device)
-    if negative_mask is not None:
-        negative_mask = torch.as_tensor(negative_mask, device=z.device)
     if negatives is None:
         lined_up = _line_up_batch(z, len(views), labels, group)
     else:
@@ -642,6 +637,9 @@ def _pair(views, negatives, positive_index, negative_mask, labels, group, option
             negatives = unit(negatives)
         lined_up = _line_up_given(z, len(views), negatives, positive_index, labels)
     anchors, positives, candidates, own, labels, candidate_labels = lined_up
+    if negative_mask is not None:
+        mask = torch.as_tensor(negative_mask, device=z.device)
+        negative_mask = mask.expand(len(anchors), -1)
     if options.objective not in ON_COSINES:
         anchors = anchors / t  # a learned t gets its gradient here, and where `answer` takes it
     pos = torch.einsum("ad,amd->am", anchors, positives)
@@ -715,12 +713,8 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
-        settled = _options_of("ContrastiveLoss", settings)
-        self.options = vars(settled)  # all of them
-        self.weights = settled.weights
-        self.objective = settled.objective
-        self.tau_plus = settled.tau_plus
-        self.temperature = settled.temperature  # a number, or this module's parameter
+        self.options = _options_of("ContrastiveLoss", settings)
+        self.temperature = self.options.temperature  # a number, or this module's parameter
 
     def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the views, with the module's options and those given here."""
@@ -729,7 +723,7 @@ class ContrastiveLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the loss, its parts and the options given."""
-        parts = {"weights": self.weights, "objective": self.objective, "tau_plus": self.tau_plus}
+        parts = {name: getattr(self.options, name) for name in ("weights", "objective", "tau_plus")}
         shown = self.given | parts | {"temperature": self.temperature}
         if torch.is_tensor(self.temperature):
             shown["temperature"] = f"{self.temperature.item():g}, learned"
@@ -742,15 +736,13 @@ class ContrastiveLoss(nn.Module):
 def _statistics(pairs, options, potential, group):
     """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
     some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
-    _, pos, neg, _, log_w, log_w_pos = answer(some, some.products(), options, potential)
+    _, pos, neg, log_w, debiasing = answer(some, some.products(), options, potential)
     t, log_push = pairs.t, neg + log_w  # of each negative, up to a constant of the anchor
     if options.objective in ON_COSINES:
         t, log_push = 1, log_w
     is_negative, is_positive = neg > _MASKED, pos > -INF
     n = is_negative.sum(1)
     effective = torch.exp(2 * log_sum(log_w) - log_sum(2 * log_w)) / n.clamp_min(1)
-    debiasing = {"tau_plus": options.tau_plus, "temperature": pairs.t, "log_w_pos": log_w_pos}
-    debiasing |= {"debias": options.debias}
     clamped = debiased(pos, neg, log_w, return_clamped=True, **debiasing)
     parts = {  # values, and where they count
         "clamped": (clamped, n >= 0),
@@ -762,7 +754,7 @@ def _statistics(pairs, options, potential, group):
     log_t = _log_effective_temperature((neg * t)[few], log_push[few])
     parts["temperature_effective"] = (log_t, n[few] > 0)
     if options.debias == "exact" and options.tau_plus > 0:
-        log_share = log_class_share(pos, neg, log_w, log_w_pos, options.tau_plus)
+        log_share = _log_class_share(pos, neg, log_w, debiasing["log_w_pos"], options.tau_plus)
         parts["share"] = (log_share.exp(), n > 0)
     sums = [torch.where(counts, x, 0).sum() for x, counts in parts.values()]
     sums += [counts.sum() for _, counts in parts.values()]
@@ -962,14 +954,11 @@ def _upcast(x):
 
 def _threshold(x, alpha):
     """Return the ⌈αN⌉-th largest entry of every row, (A, 1); N counts its entries above −∞."""
-    billionths = int(alpha * 10**9)  # in floating point 0.07 · 100 exceeds 7, its ceiling is 8
-
-    def kept_of(count):
-        return (count * billionths + 10**9 - 1) // 10**9
-
-    most = max(1, kept_of(x.shape[-1]))
-    kept = kept_of((x > -INF).sum(-1, keepdim=True)).clamp_min(1)
-    return x.topk(most).values.gather(-1, kept - 1)
+    minus_billionths = -int(alpha * 10**9)  # in floating point 0.07 · 100 exceeds 7
+    counts = (x > -INF).sum(-1, keepdim=True)
+    kept = -(minus_billionths * counts // 10**9)  # −⌊−αN⌋ is ⌈αN⌉
+    most = -(minus_billionths * x.shape[-1] // 10**9)
+    return x.topk(max(1, most)).values.gather(-1, kept.clamp_min(1) - 1)
 
 
 def _is_concrete(x):
@@ -1034,13 +1023,10 @@ class Options:
 
     def __post_init__(self):
         _require(self.loss in PRESETS, "loss", repr(self.loss), f"one of {', '.join(PRESETS)}")
-        weights, objective, tau_plus = PRESETS[self.loss]
-        if self.weights is None:
-            self.weights = weights
-        if self.objective is None:
-            self.objective = objective
-        if self.tau_plus is None:
-            self.tau_plus = tau_plus
+        parts = zip(("weights", "objective", "tau_plus"), PRESETS[self.loss], strict=True)
+        for name, value in parts:
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         if self.detach_weights is None:
             self.detach_weights = isinstance(self.weights, str) and self.weights == "transported"
         for name, allowed in NAMES.items():
@@ -1127,8 +1113,8 @@ def _check_tensors(views, negatives, positive_index, negative_mask, labels, grou
         _require(fits, "positive_index", got, allowed)
     if negative_mask is not None:
         mask = torch.as_tensor(negative_mask)
-        fits = mask.dtype == torch.bool and mask.shape == (a, n)
-        allowed = f"boolean ({a}, {n}): of each anchor and candidate"
+        fits = mask.dtype == torch.bool and mask.shape in ((a, n), (n,))
+        allowed = f"boolean ({a}, {n}), of each anchor and candidate, or ({n},)"
         _require(fits, "negative_mask", f"{mask.dtype} {tuple(mask.shape)}", allowed)
     if labels is not None:
         shape = tuple(torch.as_tensor(labels).shape)
@@ -1145,10 +1131,6 @@ def _check_views(views, negatives, group):
     fits = fits and views[0].ndim == 2 and views[0].shape[1] > 0
     wanted = "at least two floating tensors (B, D) of one shape, each an argument of its own"
     _require(fits, "views", got, wanted)
-    if torch._C._are_functorch_transforms_active():
-        batched = any("BatchedTensor" in repr(view) for view in views)
-        wanted = "plain tensors: call the loss once for each batch"
-        _require(not batched, "views", "batched by vmap", wanted)
     b, d = views[0].shape
     least = 2 if negatives is None and group is None else 1
     _require(b >= least, "views", got, "of 2 samples or more: one has no negative")
@@ -1575,13 +1557,8 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
-        """Move the rows at index (B,) towards embeddings z (B, D), once the encoder has moved.
-        A row whose index comes more than once moves once, to the mean of its embeddings."""
-        z = unit(_upcast(z))
-        same = (index[:, None] == index).to(z.dtype)  # (B, B)
-        with torch.autocast(z.device.type, enabled=False):
-            z = (same @ z) / same.sum(1)[:, None]
-        moved = self.momentum * self.rows[index] + (1 - self.momentum) * z
+        """Move the rows at index (B,), each at most once, towards embeddings z (B, D)."""
+        moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(_upcast(z))
         self.rows[index] = unit(moved).to(self.rows.dtype)
 
     @torch.no_grad()
@@ -2103,7 +2080,10 @@ class DiffHard(SimCLR):
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
-        objective, wanted = criterion.objective, "ppcl, for pairs to be positives; or no pairs"
+        objective, wanted = (
+            criterion.options.objective,
+            "ppcl, for pairs to be positives; or no pairs",
+        )
         _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
         self.game = game
         self.pretrain = game.pretrain

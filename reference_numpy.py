@@ -863,14 +863,11 @@ def hard_eq9(x, y, temperature, alpha):
 
 # ---- 5. Banks and games --------------------------------------------------------------------------
 def bank_update(rows, index, z, momentum):
-    """Update row_i ← (m row_i + (1 − m) z̄_i) / ‖·‖, z̄_i the mean z of index i. Ref: [4] 5.1"""
-    rows, z = _double(rows), unit(z)
-    out = list(rows)
-    for i in range(len(rows)):
-        mine = [z[b] for b in range(len(index)) if index[b] == i]
-        if mine:
-            out[i] = unit(momentum * rows[i] + (1 - momentum) * _mean(mine))
-    return np.array(out)
+    """Update row_i ← (m row_i + (1 − m) z_b) / ‖·‖ for i = index_b. Ref: [4] 5.1"""
+    out, z = _double(rows).copy(), unit(z)
+    for b, i in enumerate(index):
+        out[i] = unit(momentum * out[i] + (1 - momentum) * z[b])
+    return out
 
 
 def ema(w_ema, w, m):

@@ -833,10 +833,11 @@ def attribute(x, path):
 
 # a command | attributes of the method of training
 BUILT = """
---loss ot --cost exp --objective triplet | criterion.weights='transported'; criterion.tau_plus=0.0
+--loss ot --cost exp | criterion.options.weights='transported'; criterion.options.tau_plus=0.0
+--objective triplet | criterion.options.objective='triplet'; criterion.options.tau_plus=0.0
 --loss ot --cost exp --kappa 2 | criterion.options.cost='exp'; criterion.options.kappa=2.0
---loss triplet --margin .2 | criterion.objective='triplet'; criterion.options.margin=0.2
---beta 2 --tau-plus .4 | criterion.options.beta=2; criterion.tau_plus=0.4
+--loss triplet --margin .2 | criterion.options.objective='triplet'; criterion.options.margin=0.2
+--beta 2 --tau-plus .4 | criterion.options.beta=2; criterion.options.tau_plus=0.4
 --true-positives | partners.0.shape=(240, 3, 16, 16)
 --method bank --momentum .3 | bank.momentum=0.3
 --method bank | bank.momentum=0.8
