@@ -812,7 +812,7 @@ def mine(
     Embed the documents that it found again, with a gradient, and mask the places of −1:
         rows = mine(all_x, all_y, k)[batch]                                        # (B, k)
         contrastive_loss(x, y, negatives=embed(rows), negative_mask=rows >= 0)     # (B, k, D)
-    Cost: n·N·D, and the memory of 64 rows of N cosines or more"""
+    Cost: n·N·D, and the memory of unit documents and of 128 rows of N cosines"""
     n, size = len(queries), len(documents)
     if positives is None:
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
@@ -822,33 +822,42 @@ def mine(
     found = []
     with torch.autocast(queries.device.type, enabled=False):
         queries, documents = unit(_upcast(queries)), unit(_upcast(documents))
-        for rows in _slices(n, max(64, 2**24 // size)):
-            cosines = queries[rows] @ documents.T  # (a, N)
+        rows_at_once = min(n, max(128, 2**24 // size))
+        # preallocate: fresh memory for each block would cost as much as its selection
+        matrix = queries.new_full((rows_at_once, size + -size % GROUP), -INF)
+        for rows in _slices(n, rows_at_once):
             own = positives[rows, None]
+            padded = matrix[: len(own)]
+            cosines = padded[:, :size]  # (a, N)
+            cosines.addmm_(queries[rows], documents.T, beta=0)
             if absolute_margin is not None or relative_margin is not None:
                 limit = _limit(cosines.gather(1, own), absolute_margin, relative_margin)
                 cosines.masked_fill_(cosines > limit, -INF)
             if labels is not None:
                 cosines.masked_fill_(labels[own] == labels, -INF)
             cosines.scatter_(1, own, -INF)
-            nearest, index = _largest(cosines, k + skip)
+            nearest, index = _largest(padded, k + skip)
             found.append(index.masked_fill(nearest == -INF, -1)[:, skip:])
     index = torch.cat(found)
     return F.pad(index, (0, k - index.shape[1]), value=-1)
 
 
+GROUP = 32  # columns
+
+
 def _largest(x, k):
     """Return the k largest entries of each row and their columns, of equal entries the first.
-    They stand in the k groups of 64 columns with the largest maxima, so only these are sorted."""
-    if x.shape[1] <= 64 * k:
+    They stand in the k groups of columns with the largest maxima, so only these are sorted."""
+    if x.shape[1] <= GROUP * k:
         values, columns = x.sort(dim=1, descending=True, stable=True)
         return values[:, :k], columns[:, :k]
-    x = F.pad(x, (0, -x.shape[1] % 64), value=-INF)
-    groups = x.unflatten(1, (-1, 64))  # (a, groups, 64)
+    if x.shape[1] % GROUP > 0:
+        x = F.pad(x, (0, -x.shape[1] % GROUP), value=-INF)
+    groups = x.unflatten(1, (-1, GROUP))
     chosen = _largest(groups.amax(2), k)[1].sort(1).values  # (a, k)
-    members = groups.gather(1, chosen[:, :, None].expand(-1, -1, 64))  # (a, k, 64)
+    members = groups.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))  # (a, k, GROUP)
     values, places = _largest(members.flatten(1), k)
-    return values, 64 * chosen.gather(1, places // 64) + places % 64
+    return values, GROUP * chosen.gather(1, places // GROUP) + places % GROUP
 
 
 def _limit(nearest_positive, absolute_margin, relative_margin, t=1):

@@ -1463,6 +1463,27 @@ class TestPublishedCode:
             if "scale" in call:
                 close(torch.autograd.grad(value, scale)[0], 0.273304946416, 1e-11)
 
+    # sentence-transformers 6.2.0, mine_hard_negatives(num_negatives=3): query and what it found.
+    # It leaves out queries with fewer than three.
+    MINED = [
+        ({}, "0765 1763 2805 3467 4360 5436"),
+        ({"skip": 2}, "0518 1354 2517 3710 4027 5672"),
+        ({"absolute_margin": 0.1}, "1635 2517 3671 4360"),
+        ({"absolute_margin": -0.2}, "1635 2805 3467 4360"),
+        ({"relative_margin": 0.05}, "1635 2051 3671 4360"),
+        ({"relative_margin": 0.5}, "1548 2174 3710 4602"),
+        ({"relative_margin": 0.3, "skip": 1}, "1354 2174 3710 4027"),
+        ({"relative_margin": 0.05, "absolute_margin": 0.2}, "1354 2517 3671 4360"),
+    ]
+
+    @pytest.mark.parametrize("options, expected", MINED)
+    def test_mine(self, options, expected):
+        random = rng(0)
+        rows = (torch.tensor(random.normal(size=(size, 3))) for size in (6, 9))
+        found = hardneg.mine(*rows, 3, **options).tolist()
+        told = [f"{i}{a}{b}{c}" for i, (a, b, c) in enumerate(found) if c >= 0]
+        assert told == expected.split()
+
     @pytest.mark.parametrize("case", BANK)
     def test_bank(self, case):
         """Their k nearest rows include the anchor's own if it is near; their log adds 1e-7."""
