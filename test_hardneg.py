@@ -2160,6 +2160,13 @@ class TestMine:
         want = oracle.mine(queries, documents, k, skip)
         assert (self.found(queries, documents, {"k": k, "skip": skip}, torch.float64) == want).all()
 
+    def test_few_of_many_are_left(self):
+        """Documents are opposite to queries, and all but three share a label."""
+        x, labels = torch.ones(9000, 3), torch.zeros(9000)
+        labels[5:8] = 1
+        found = hardneg.mine(-x[:2], x, 5, labels=labels)
+        assert found.tolist() == [[5, 6, 7, -1, -1]] * 2
+
     def test_all_others_and_none(self):
         x = torch.eye(4)
         assert hardneg.mine(x, x, 3).tolist() == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
@@ -2222,6 +2229,10 @@ class TestGroupBatches:
         clusters = (order // 8).view(20, 8)
         assert (clusters == clusters[:, :1]).all()
         assert clusters[:, 0].tolist() != sorted(clusters[:, 0].tolist())
+        order = hardneg.group_batches(hardneg.mine(x, x, 7), 4, seeded(0))
+        halves = (order // 8).view(40, 4)
+        assert (halves == halves[:, :1]).all()
+        assert (halves[1:, 0] == halves[:-1, 0]).sum() < 10  # a group has four, and not the eight
 
 
 class TestDraw:
