@@ -1476,6 +1476,21 @@ class TestPublishedCode:
         ({"relative_margin": 0.05, "absolute_margin": 0.2}, "1354 2517 3671 4360"),
     ]
 
+    def test_graded_relevance(self):
+        """−Σ g_pq log( e^{s_pq} / (e^{s_pq} + Σ e^s over documents without relevance) ) / Σ g."""
+        x, y = embeddings(0, 2, 6, 8)
+        relevance = np.maximum(0, rng(3).integers(-2, 4, (6, 6)))
+        p, q = np.nonzero(relevance)
+        g, irrelevant = torch.tensor(relevance[p, q]), torch.tensor(relevance == 0)
+        (call,) = re.findall(r"`(\(g \* contrastive_loss\([^`]*)`", README)
+        s = oracle.unit(numpy(x)) @ oracle.unit(numpy(y)).T / 0.5
+        want = 0
+        for i, j in zip(p, q, strict=True):
+            others = np.exp(s[i][relevance[i] == 0]).sum()
+            want += relevance[i, j] * np.log1p(others / np.exp(s[i, j]))
+        names = {"contrastive_loss": contrastive_loss, "x": x, "y": y, "p": p, "q": q, "g": g}
+        close(eval(call, names | {"irrelevant": irrelevant}), want / relevance.sum(), 1e-12)
+
     @pytest.mark.parametrize("options, expected", MINED)
     def test_mine(self, options, expected):
         random = rng(0)
