@@ -463,7 +463,7 @@ def contrastive_loss(
                     where debiasing leaves nothing, or less than its floor; `ess`, (Σw)²/Σw² as a
                     share of N; `positive` and `negative`, mean cosines; `temperature_effective`,
                     the t at which simclr's push on the negatives has as much entropy as this one at
-                    fixed weights, a geometric mean of 2^16 pairs; with exact debiasing `share`, the
+                    fixed weights, a geometric mean of 2^14 pairs; with exact debiasing `share`, the
                     mean τ_i
 
     The options are the fields of `Options`, with these defaults:
@@ -750,7 +750,7 @@ def _statistics(pairs, options, potential, group):
         "positive": (pos * t, is_positive),
         "negative": (neg * t, is_negative),
     }
-    few = slice(0, max(1, 2**16 // neg.shape[1]))
+    few = slice(0, max(1, 2**14 // neg.shape[1]))
     log_t = _log_effective_temperature((neg * t)[few], log_push[few])
     parts["temperature_effective"] = (log_t, n[few] > 0)
     if options.debias == "exact" and options.tau_plus > 0:
@@ -772,7 +772,7 @@ def _log_effective_temperature(cosines, log_push):
     The entropy rises with t, so bisection finds it, between e^−10 and e^10."""
     wanted = _entropy(log_push)
     low, high = torch.full_like(wanted, -10), torch.full_like(wanted, 10)
-    for _ in range(40):
+    for _ in range(30):
         middle = (low + high) / 2
         too_low = _entropy(cosines / middle.exp()[:, None]) < wanted
         low = torch.where(too_low, middle, low)
@@ -822,6 +822,8 @@ def mine(
     found = []
     with torch.autocast(queries.device.type, enabled=False):
         queries, documents = unit(_upcast(queries)), unit(_upcast(documents))
+        for name, x in (("queries", queries), ("documents", documents)):
+            _require(not _may_read(x) or x.isfinite().all(), name, "not finite", "finite")
         rows_at_once = min(n, max(128, 2**24 // size))
         # preallocate: fresh memory for each block would cost as much as its selection
         matrix = queries.new_full((rows_at_once, size + -size % GROUP), -INF)
@@ -2089,10 +2091,8 @@ class DiffHard(SimCLR):
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
-        objective, wanted = (
-            criterion.options.objective,
-            "ppcl, for pairs to be positives; or no pairs",
-        )
+        objective = criterion.options.objective
+        wanted = "ppcl, for pairs to be positives; or no pairs"
         _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
         self.game = game
         self.pretrain = game.pretrain
