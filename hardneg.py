@@ -965,11 +965,14 @@ def _upcast(x):
 
 def _threshold(x, alpha):
     """Return the ⌈αN⌉-th largest entry of every row, (A, 1); N counts its entries above −∞."""
-    minus_billionths = -int(alpha * 10**9)  # in floating point 0.07 · 100 exceeds 7
-    counts = (x > -INF).sum(-1, keepdim=True)
-    kept = -(minus_billionths * counts // 10**9)  # −⌊−αN⌋ is ⌈αN⌉
-    most = -(minus_billionths * x.shape[-1] // 10**9)
-    return x.topk(max(1, most)).values.gather(-1, kept.clamp_min(1) - 1)
+    billionths = int(alpha * 10**9)  # in floating point 0.07 · 100 exceeds 7, its ceiling is 8
+
+    def kept_of(count):
+        return (count * billionths + 10**9 - 1) // 10**9
+
+    most = max(1, kept_of(x.shape[-1]))
+    kept = kept_of((x > -INF).sum(-1, keepdim=True)).clamp_min(1)
+    return x.topk(most).values.gather(-1, kept - 1)
 
 
 def _is_concrete(x):

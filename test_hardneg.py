@@ -170,6 +170,18 @@ def log_weights(name, logits, **options):
     return hardneg.mean_one(log_w, (logits > -INF).sum(-1).to(logits.dtype).log())
 
 
+def statements():
+    """List the statements of the README's block of calls, those of several lines in one."""
+    block = README.split("## Coming from")[1].split("```")[1]
+    found, code = [], ""
+    for line in re.findall(r"^    (.*)", block, re.M):
+        code = f"{code} {line.strip()}".strip()
+        if code.count("(") == code.count(")"):
+            found.append(code)
+            code = ""
+    return found
+
+
 def weights_alike(rule, pos, neg, **options):
     """Weigh candidates and positives by one function → log w, log w⁺, (pos, neg) in torch."""
     pos, neg = torch.tensor(pos), torch.tensor(neg)
@@ -1448,8 +1460,7 @@ class TestPublishedCode:
         self.check(value, x, direction, expected, 1e-8 if loss == "ot" else 1e-10)
 
     def test_calls_of_the_readme(self):
-        table = README.split("## Coming from")[1].split("## Which")[0]
-        calls = re.findall(r"`(\(?contrastive_loss\(x[^`]*)`", table)
+        calls = [code for code in statements() if re.match(r"\(?contrastive_loss", code)]
         calls.insert(3, calls[3])  # negatives for all, and for each
         names = {"torch": torch, "contrastive_loss": contrastive_loss, "a": 3.0, "t": 0.2}
         names |= {"i": torch.arange(6), "c": torch.arange(6) % 3, "y": embeddings(2, 6, 8)}
@@ -1457,6 +1468,8 @@ class TestPublishedCode:
         scale = torch.tensor(12.5, dtype=torch.float64, requires_grad=True)
         each, queue = embeddings(3, 6, 2, 8), embeddings(4, 9, 8)
         names |= {"x": x, "scale": scale, "queue": queue}
+        names["all"] = torch.cat([names["y"], each.flatten(0, 1)])
+        assert "all = torch.cat([y, n.flatten(0, 1)])" in statements()
         for k, (call, expected) in enumerate(zip(calls, self.CALLS, strict=True)):
             value = eval(call, names | {"n": queue if k == 3 else each})
             self.check(value, x, direction, expected)
@@ -1481,15 +1494,17 @@ class TestPublishedCode:
         x, y = embeddings(0, 2, 6, 8)
         relevance = np.maximum(0, rng(3).integers(-2, 4, (6, 6)))
         p, q = np.nonzero(relevance)
-        g, irrelevant = torch.tensor(relevance[p, q]), torch.tensor(relevance == 0)
-        (call,) = re.findall(r"`(\(g \* contrastive_loss\([^`]*)`", README)
+        g = torch.tensor(relevance[p, q])
+        losses, mean = (code for code in statements() if "losses" in code)
         s = oracle.unit(numpy(x)) @ oracle.unit(numpy(y)).T / 0.5
         want = 0
         for i, j in zip(p, q, strict=True):
             others = np.exp(s[i][relevance[i] == 0]).sum()
             want += relevance[i, j] * np.log1p(others / np.exp(s[i, j]))
         names = {"contrastive_loss": contrastive_loss, "x": x, "y": y, "p": p, "q": q, "g": g}
-        close(eval(call, names | {"irrelevant": irrelevant}), want / relevance.sum(), 1e-12)
+        names["off"] = torch.tensor(relevance == 0)
+        exec(losses, names)
+        close(eval(mean, names), want / relevance.sum(), 1e-12)
 
     @pytest.mark.parametrize("options, expected", MINED)
     def test_mine(self, options, expected):
@@ -3376,6 +3391,12 @@ class TestTraining:
 class TestReadme:
     """Snippets print what their comments say, beside hardneg.py alone; the map has every name."""
 
+    FIT = """
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+loader = torch.utils.data.DataLoader(torch.rand(32, 2, 3, 32, 32), batch_size=16)
+lightning.Trainer(max_epochs=1, **quiet).fit(Model(), loader)
+"""
+
     @pytest.mark.parametrize("needs", ["torch alone", "lightning"])
     def test_snippets_print_what_their_comments_say(self, tmp_path, needs):
         shutil.copy(HERE / "hardneg.py", tmp_path)
@@ -3390,7 +3411,8 @@ class TestReadme:
             torch.export.save(program, tmp_path / "encoder.pt2")
         hide = f"import sys; sys.modules.update({hidden})\n"
         codes = [code for code in SNIPPETS if ("lightning" in code) == (needs == "lightning")]
-        runs = [start(["-W", "ignore", "-c", hide + code], tmp_path) for code in codes]
+        fit = self.FIT if needs == "lightning" else ""
+        runs = [start(["-W", "ignore", "-c", hide + code + fit], tmp_path) for code in codes]
         for code, run in zip(codes, runs, strict=True):
             out, error = run.communicate()
             comments, lines = re.findall(r"#\s*(.*)", code), out.strip().splitlines()

@@ -1100,7 +1100,7 @@ class TestReadme:
 
     def test_set_up_commands_are_those_of_ci(self):
         commands, ci = "".join(blocks("sh")), (HERE / ".ci" / "run").read_text()
-        parts = "python3 -m venv .venv", "-r requirements.txt", ".venv/bin/python -m pytest -q"
+        parts = "python3 -m venv .venv", "r requirements.txt", ".venv/bin/python -m pytest -q"
         for part in parts:
             assert part in commands and part in ci
 
@@ -1111,8 +1111,11 @@ class TestReadme:
         """All rows are shown, and no others below the same header."""
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
         results, text = json.loads(path.read_text()), f"{README}\n{MORE}"
-        is_study = path.parent.name == "results" and path.stem not in ("graphs", "explicit")
-        program = importlib.import_module("studies" if is_study else path.stem)
+        has_program = (HERE / "benchmarks" / f"{path.stem}.py").exists()
+        program = importlib.import_module(path.stem if has_program else "studies")
+        is_study = not has_program
+        if hasattr(program, "Results"):
+            results = program.Results(path, {})
         for table in program.table(path.stem if is_study else results).split("\n\n"):
             header, rows = table.strip().split("\n", 1)
             shown = re.findall(rf"^{re.escape(header)}\n((?:\|.*\n?)*)", text, re.M)
