@@ -2580,6 +2580,23 @@ class TestReadyForAGPU:
                 assert value.requires_grad
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
+    FOUND = {"relative_margin": 0.05, "absolute_margin": 0.01, "skip": 1}
+
+    def test_finding_reads_nothing(self, as_on_a_gpu):
+        x, y = embeddings(0, 2, 700, 4).float()
+        with Operations() as operations:
+            found = hardneg.mine(x, y, 5, labels=torch.arange(700) // 2, **self.FOUND)
+            hardneg.draw(x @ y.T, 3, seeded(0))
+        assert not operations.reads()
+        assert found.shape == (700, 5)
+
+    def test_finding_stays_on_the_device(self):
+        with FakeTensorMode():
+            x, y = torch.randn(2, 700, 4, device="cuda")
+            labels = torch.zeros(700, device="cuda")
+            found = hardneg.mine(x, y, 5, labels=labels, **self.FOUND), hardneg.draw(x @ y.T, 3)
+        assert {index.device.type for index in found} == {"cuda"}
+
     @pytest.mark.parametrize("name", METHODS)
     def test_a_step_of_training_reads_nothing(self, as_on_a_gpu, monkeypatch, name):
         """Steps with statistics, and the optimizers themselves, may read."""
