@@ -247,7 +247,10 @@ def weigh(
     `top` are 0 or −∞. The weights of a function are taken as they are, but −∞ where the logits are.
     temperature and potential: of `transported`."""
     if callable(options.weights):
-        log_w = options.weights(logits).masked_fill(logits < _MASKED, _NONE)
+        log_w = options.weights(logits)
+        shape = tuple(logits.shape)
+        _require(log_w.shape == shape, "weights", _describe(log_w), f"a function to {shape}")
+        log_w = log_w.masked_fill(logits < _MASKED, _NONE)
         return log_w.masked_fill(logits == -INF, -INF)
     if options.weights == "uniform":
         return uniform(logits)
@@ -264,7 +267,7 @@ def weigh(
 
 
 def weigh_alike(pos: Tensor, logits: Tensor, log_w: Tensor, options: Options) -> Tensor:
-    """Weigh positives (A, M) as `weigh` has weighed candidates of the same logit.
+    """Weigh positives by the function of the logit that has weighed the candidates → (A, M).
     log_w (A, N): of the candidates, by `uniform`, `tilted`, `top` or `hardest`."""
     if options.weights == "uniform":
         return uniform(pos)
@@ -296,18 +299,17 @@ def debiased(
         log max( (Σ_j w_j e^{s_j} − W τ E⁺) / (1 − τ),  floor ),
         E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     W = Σ_j w_j, which is N for weights of mean 1
 
-    pos, neg are logits, log_w_pos (A, M; None: uniform, no pos is −∞) → (A,). log_n: log W; None:
-    computed. return_clamped: return instead at which anchors nothing is left, or less than the
-    floor; on a CPU, a warning says if these are most. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j},
-    without a floor. τ⁺ has the scale 1/N: see `decoupled`.
-    "published"  τ = τ⁺; the floor W e^{−1/t}, as no cosine is below −1, has no gradient. It follows
-                 from q for uniform weights alone, where W τ E⁺ is the expected sum over false
-                 negatives. Ref: [1] Eq. 2, Fig. 5 (without N)
-    "exact"      τ = τ_i of `_log_class_share`: what follows from q. The mean over true negatives is
-                 at most the largest e^s. It is at least the published mean for uniform weights:
-                 this floor is also taken where nothing is left, or τ_i ≥ 1. It needs positives
-                 that are samples of the class, four or more, and t ≥ 0.3.
-                 Ref: [1], definition of q_β⁻"""
+    pos, neg are logits; log_w_pos (A, M), None for uniform weights and no pos of −∞ → (A,). log_n:
+    log W; None: computed. return_clamped: return instead at which anchors nothing is left, or less
+    than the floor. On a CPU, a warning says if these are more than half. Limits: τ⁺ = 0 is
+    log Σ_j w_j e^{s_j}, without a floor. At τ⁺ = 1/N it acts like `decoupled`.
+    "published"  τ = τ⁺, and the floor W e^{−1/t}, as no cosine is below −1; it has no gradient. For
+                 uniform weights W τ E⁺ is the expected sum over false negatives; for others the
+                 formula does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)
+    "exact"      τ = τ_i of `_log_class_share`: the mean over true negatives as q defines it. It is
+                 at most the largest e^s. The floor, which also stands where τ_i ≥ 1, is the
+                 published mean for uniform weights: hard weights raise a mean. It needs positives
+                 that are samples of the class, four or more, and t ≥ 0.3. Ref: [1], q_β⁻"""
     total = log_sum(neg, log_w)
     if tau_plus == 0:
         return torch.zeros_like(total, dtype=torch.bool) if return_clamped else total
@@ -339,9 +341,9 @@ def debiased(
 
 
 def _log_class_share(pos, neg, log_w, log_w_pos, tau_plus):
-    """Compute log τ_i, (A,): the share of the weight that the anchor's class has, where w⁺ and w
-    are one function of the logit. At τ_i ≥ 1 the weights, τ⁺ and positives contradict each other.
-        τ_i = τ⁺ (1/M Σ_m w⁺_m) / (1/N Σ_j w_j), for `tilted` τ⁺ Z⁺/Z_β"""
+    """Compute log τ_i (A,), τ_i the share of all weight that the anchor's class has.
+        τ_i = τ⁺ (1/M Σ_m w⁺_m) / (1/N Σ_j w_j),     w⁺ and w by one function of the logit
+    At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
     log_mean = log_sum(log_w) - log_sum(uniform(neg))
     log_mean_pos = log_sum(log_w_pos) - log_sum(uniform(pos))
     return math.log(tau_plus) + log_mean_pos - log_mean
@@ -454,7 +456,7 @@ def contrastive_loss(
                     negative: for ragged or filtered ones
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
                     they are positives. Every number is a label: none says "unknown". With
-                    negatives: (B + K,), the last K for its rows; (B,) then has no effect
+                    negatives (K, D): (B + K,), the last K of its rows
     group           a torch.distributed process group: the candidates are the views of every rank;
                     `negatives` are as passed, see `gather`. All ranks call together, with views of
                     one shape. The value is that of one process on all views, and so is the gradient
@@ -666,7 +668,7 @@ def _line_up_given(z, v, negatives, positive_index, labels):
     own = torch.empty(b, 0, dtype=torch.long, device=z.device)
     if positive_index is not None:
         own = torch.as_tensor(positive_index, device=z.device).long()[:, None]
-    if labels is None or len(labels) == b:  # no row of `negatives` has a label
+    if labels is None:
         return z[:b], positives, negatives, own, None, None
     return z[:b], positives, negatives, own, labels[:b], labels[b:]
 
@@ -802,21 +804,25 @@ def mine(
     queries (n, D), documents (N, D), of any floating dtype, on one device → rows of documents
     (n, k), nearest first, of equally near ones the first; −1 where fewer are left.
 
-    skip            how many of the nearest to leave out, as likely false negatives
     positives       (n,): the row of each query's own document, which is not taken; None: row i
-    absolute_margin, relative_margin    as of `contrastive_loss`: a document may be taken if its
-                    cosine is at most c − absolute_margin and at most c − relative_margin · |c|, c
-                    that of the query's own document. 0.05 is a common relative one
-    labels          (N,): documents with the label of the query's own are not taken
+    labels          (N,): documents with the label of the query's own document are not taken
+    absolute_margin, relative_margin    leave out likely false negatives: a document may be taken if
+                    its cosine is at most c − absolute_margin and at most c − relative_margin · |c|,
+                    c that of the query's own document. 0.05 is a common relative one
+    skip            how many of the nearest that are left to leave out as well
 
-    Embed the documents that it found again, with a gradient, and mask the places of −1:
-        rows = mine(all_x, all_y, k)[batch]                                        # (B, k)
-        contrastive_loss(x, y, negatives=embed(rows), negative_mask=rows >= 0)     # (B, k, D)
-    Cost: n·N·D, and the memory of unit documents and of 128 rows of N cosines"""
+    To train on them, embed them again, with a gradient, and mask the places of −1:
+        rows = mine(all_x, all_y, k)[batch]                                      # (B, k)
+        y_found = encoder(documents[rows.clamp_min(0)])                          # (B, k, D)
+        contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
+    Cost: n·N·D, and the memory of unit documents and of 128 rows of N cosines, 64 MB at least"""
     n, size = len(queries), len(documents)
     if positives is None:
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
         positives = torch.arange(n, device=queries.device)
+    _require(positives.shape == (n,), "positives", _describe(positives), f"({n},)")
+    fits = labels is None or labels.shape == (size,)
+    _require(fits, "labels", _describe(labels), f"({size},), of the documents")
     _require(k >= 1, "k", k, "at least 1")
     _require(skip >= 0, "skip", skip, "at least 0")
     found = []
@@ -875,14 +881,15 @@ def _limit(nearest_positive, absolute_margin, relative_margin, t=1):
 
 def group_batches(index: Tensor, size: int, generator: torch.Generator | None = None) -> Tensor:
     """Order samples so that near ones come in one batch, where they are hard negatives.
-    index (n, k): neighbours of each sample, as `mine` finds them → order (n,), to be cut into
-    batches: groups, in random order. A group is a random sample, and the nearest size − 1 of its
-    neighbours that are not in another group. generator: of the CPU, which does this"""
+    index (n, k): neighbours of each sample, other samples as `mine` finds them → order (n,), to be
+    cut into batches. It is one group after another, in random order: a random sample, and the
+    nearest of its neighbours that are in no group yet, up to size. The CPU does this"""
     neighbours = index.tolist()
     free, groups = set(range(len(neighbours))), []
     for i in torch.randperm(len(neighbours), generator=generator).tolist():
         if i in free:
-            group = [j for j in [i, *neighbours[i]] if j in free][:size]
+            near = dict.fromkeys([i, *neighbours[i]])  # each once
+            group = [j for j in near if j in free][:size]
             free.difference_update(group)
             groups.append(torch.tensor(group))
     order = torch.randperm(len(groups), generator=generator).tolist()
@@ -894,6 +901,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     log_w (A, N), up to a constant of each row → indices (A, k): rows[draw(log_w, k)] are
     `negatives` (A, k, D). generator: on log_w's device. Raises ValueError, on a CPU, if a row has
     too few candidates."""
+    _require(log_w.is_floating_point(), "log_w", _describe(log_w), "floating: log weights")
     log_w, enough = _upcast(log_w), True
     if _may_read(log_w):
         enough = k <= (log_w > -INF).sum(-1).amin()
@@ -1132,8 +1140,8 @@ def _check_tensors(views, negatives, positive_index, negative_mask, labels, grou
         _require(fits, "negative_mask", f"{mask.dtype} {tuple(mask.shape)}", allowed)
     if labels is not None:
         shape = tuple(torch.as_tensor(labels).shape)
-        fits = shape == (b,) or negatives is not None and shared and shape == (b + n,)
-        allowed = f"({b},), or with negatives (K, D) also ({b} + K,)"
+        fits = shape == ((b,) if negatives is None else (b + n,)) and shared
+        allowed = f"({b},), or with negatives (K, D) ({b} + K,)"
         _require(fits, "labels", f"of shape {shape}", allowed)
 
 

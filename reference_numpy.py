@@ -677,7 +677,7 @@ def contrastive_loss(
                      of (B, K, D) for one and the same candidate
     positive_index   (B,): the row of `negatives` that is the anchor's own sample, no candidate
     negative_mask    (A, N) booleans: True where a candidate counts as a negative
-    labels           (B,): then rows of `negatives` share none; (B + K,): the last K label (K, D)
+    labels           (B,), or with negatives (K, D) (B + K,), the last K of these
     absolute_margin  drops candidates whose cosine is above p − absolute_margin, p the anchor's
                      largest positive cosine
     relative_margin  drops candidates whose cosine is above p − relative_margin · |p|

@@ -1045,10 +1045,13 @@ class TestNegatives:
         negative_mask[-1] &= seed % 3 > 0
         if negative_mask.all():
             negative_mask = None
-        labels = rng(seed).integers(3, size=b + k * (where == "bank")) if labelled else None
+        labels = None
+        if labelled and where != "each":
+            labels = rng(seed).integers(3, size=b + rows)
         positive_index = rng(seed).integers(k, size=b) if owned and rows else None
         masks = {"negative_mask": negative_mask, "labels": labels, "positive_index": positive_index}
         if weights == "transported":
+            options["margin_columns"] = None  # a few cut entries make couplings that hardly settle
             views = np.split(oracle.unit(x[: v * b]), v)
             bank = oracle.unit(x[v * b :]) if rows else None
             margins = options["absolute_margin"], options["relative_margin"]
@@ -1220,8 +1223,9 @@ class TestStatistics:
         if exact and (options["objective"] or objective) in hardneg.DEBIASED and loss != "ot":
             options["debias"] = "exact"
         if labelled and loss != "ot":
-            options["labels"] = rng(seed).integers(2, size=b)
-            assume(k or len(set(options["labels"])) == 2)  # else there are no candidates at all
+            options["labels"] = rng(seed).integers(2, size=b + k)
+            candidates = options["labels"][-(k or b) :]
+            assume(len(set(candidates)) == 2)  # else there may be no negatives at all
         views, bank = tensors(normal(seed, v * b + k, d), v, k)
         asked = {"block_size": block_size, "return_stats": True}
         value, stats = contrastive_loss(*views, **bank, **options, **asked)
@@ -2232,6 +2236,8 @@ class TestMine:
                 assert losses[i] == 0
 
     WRONG = [("k", 4, {"k": 0}), ("skip", 4, {"k": 1, "skip": -1}), ("documents", 3, {"k": 1})]
+    WRONG += [("labels", 4, {"k": 1, "labels": torch.ones(8)})]
+    WRONG += [("positives", 4, {"k": 1, "positives": torch.zeros(4, 2).long()})]
 
     @pytest.mark.parametrize("name, size, options", WRONG)
     def test_wrong_arguments(self, name, size, options):
@@ -2257,6 +2263,8 @@ class TestGroupBatches:
         assert order == hardneg.group_batches(index, size, seeded(seed)).tolist()
         if size == 1:
             assert n < 9 or order != list(range(n))
+        itself = torch.cat([torch.arange(n)[:, None], index], 1)  # a sample as its own neighbour
+        assert order == hardneg.group_batches(itself, size, seeded(seed)).tolist()
 
     def test_neighbours_share_a_batch(self):
         """Twenty tight clusters of eight come whole, in random order."""
@@ -2309,6 +2317,10 @@ class TestDraw:
         assert (index != following).any() or counts.max() == 1
         assert all(len(set(row)) == k for row in index.tolist())
         assert torch.equal(hardneg.draw(log_w, k, seeded(3)), index)
+
+    def test_indices_are_no_log_weights(self):
+        with pytest.raises(hardneg.InvalidArgument, match="^log_w is torch.int64"):
+            hardneg.draw(torch.zeros(2, 3).long(), 1)
 
     TOO_FEW = [([0, -INF, 0], 3), ([-INF] * 3, 1), ([0, 0, 0], 4), ([0, 0, 0], 0)]
 
@@ -2374,8 +2386,9 @@ class TestInvalidArguments:
             contrastive_loss(*views)
 
     WRONG = [("labels", torch.zeros(shape), ()) for shape in (3, 8, (4, 2), ())]
-    WRONG += [("labels", torch.zeros(5), (2,)), ("weights", "transported", (4, 2))]
-    WRONG += [("labels", torch.zeros(count), (4, 2)) for count in (6, 12)]
+    WRONG += [("labels", torch.zeros(count), (2,)) for count in (4, 5)]
+    WRONG += [("labels", torch.zeros(count), (4, 2)) for count in (4, 6, 12)]
+    WRONG += [("weights", "transported", (4, 2)), ("weights", lambda s: s.sum(1), ())]
     SIZES = [(2, 4), (3,), (0, 3), (3, 2, 3), (4, 2, 2), (4, 0, 3), (1, 4, 2, 3)]
     WRONG += [("negatives", torch.ones(size), ()) for size in SIZES]
     WRONG += [("negatives", x, ()) for x in ([[1.0] * 3], torch.ones(2, 3).long())]
