@@ -1472,8 +1472,8 @@ class TestPublishedCode:
         scale = torch.tensor(12.5, dtype=torch.float64, requires_grad=True)
         each, queue = embeddings(3, 6, 2, 8), embeddings(4, 9, 8)
         names |= {"x": x, "scale": scale, "queue": queue}
-        names["all"] = torch.cat([names["y"], each.flatten(0, 1)])
-        assert "all = torch.cat([y, n.flatten(0, 1)])" in statements()
+        names["rows"] = torch.cat([names["y"], each.flatten(0, 1)])
+        assert "rows = torch.cat([y, n.flatten(0, 1)])" in statements()
         for k, (call, expected) in enumerate(zip(calls, self.CALLS, strict=True)):
             value = eval(call, names | {"n": queue if k == 3 else each})
             self.check(value, x, direction, expected)

@@ -157,6 +157,7 @@ def build(packages: dict) -> dict:
         "sha256": hashlib.sha256(text.encode("utf-8", "replace")).hexdigest(),
         "files": [name for name, _, _ in pairs],
         "parts": parts,
+        "vocabulary": vocabulary,
     }
     for kind, lists in texts.items():
         numbers = [number[word] for tokens in lists for word in tokens]

@@ -1123,6 +1123,8 @@ class TestReadme:
                 continue
             lines = {line for part in shown for line in part.splitlines()}
             assert lines == set(rows.splitlines())
+        if hasattr(program, "brief"):
+            assert program.brief(results) in README
         if hasattr(program, "heading"):
             assert program.heading(results) in text
         if is_study:

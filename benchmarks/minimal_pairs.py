@@ -1,0 +1,446 @@
+"""Do given negatives that differ by one word teach an encoder to mind it?
+python benchmarks/minimal_pairs.py
+
+Pairs are those of `code_search.py`: a docstring is the query, the function its document. A query
+that says one word of OPPOSITES gets a double that says the other: "the first row", "the last row".
+Given the document, which of the two is right? In training, the double can be a given negative of
+its document. Every loss is the sum of two: documents look for their queries, where the doubles are
+candidates of the whole batch, and queries for their documents, where they are not.
+
+Doubles can be told without the document: "a get of numbers" is no English. Two measures say how
+much of an accuracy that explains. `blind` is an encoder that reads the two queries alone. Balanced
+accuracies weight pairs such that guesses without the document are right half the time: guesses from
+the word alone, and those of `blind`. And an encoder is asked again with the document of another
+pair: what it then has above 50 % it has from the queries alone.
+
+The temperature has the best MRR of in-batch negatives on the validation files. What is measured
+goes to results/minimal_pairs.json at once and is not repeated; --table prints it again. Other
+corpora, --limit and --epochs have a file of their own, in --out.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
+from benchmarks import code_corpus, code_search
+from benchmarks.code_corpus import LONGEST, WORDS, Part, Texts
+from benchmarks.code_search import (
+    DIM,
+    SEARCH,
+    SETTINGS,
+    Results,
+    evaluate,
+    idf_of,
+    interval,
+    spread,
+)
+
+RECORD = Path(__file__).resolve().parent / "results" / "minimal_pairs.json"
+EPOCHS = 5
+TEMPERATURES = (0.05, 0.1, 0.2)
+RATE = 0.004  # no better MRR on the validation files, to 0.2, at half or twice the rate
+BLIND_EPOCHS, BLIND_RATE = 10, 0.002  # the epoch that is best on the validation files counts
+BINS = 10  # of the margins of `blind`, when they are balanced
+OPPOSITES = """
+    min/max minimum/maximum minimal/maximal minimize/maximize minimise/maximise smallest/largest
+    smaller/larger less/greater lower/upper lowest/highest low/high encode/decode encoder/decoder
+    encoded/decoded encoding/decoding compress/decompress encrypt/decrypt pack/unpack row/column
+    rows/columns first/last left/right start/end begin/end starts/ends before/after next/previous
+    above/below top/bottom add/remove insert/delete append/prepend open/close opened/closed
+    read/write reads/writes reading/writing load/save input/output inputs/outputs forward/backward
+    increase/decrease true/false positive/negative odd/even north/south east/west parent/child
+    parents/children push/pop lock/unlock acquire/release enable/disable enabled/disabled get/set
+    import/export ascending/descending horizontal/vertical horizontally/vertically width/height
+    source/target source/destination client/server request/response send/receive start/stop
+    local/global local/remote public/private inner/outer include/exclude numerator/denominator
+    addition/subtraction multiply/divide sum/product union/intersection sine/cosine valid/invalid
+    absolute/relative success/failure"""
+ROWS = {  # order: whether the encoder sees it; swapped, random: candidates that join
+    "in-batch": dict(),
+    "+ swapped": dict(extra="swapped"),
+    "+ random": dict(extra="random"),
+    "+ swapped, hcl": dict(extra="swapped", loss="hcl"),
+    "bag, in-batch": dict(order=False),
+    "bag, + swapped": dict(order=False, extra="swapped"),
+}
+MEASURES = {
+    "all": "two-way",
+    "words": "words balanced",
+    "blind": "blind balanced",
+    "other": "other document",
+    "mrr": "MRR",
+}
+BALANCED = ("words", "blind")
+
+
+# ---- Pairs -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Doubles:
+    """Hold the queries of a part that differ from true ones by a word."""
+
+    index: Tensor  # (S,), the sample of each
+    texts: Texts
+    words: Tensor  # (S, 2), the word of the true query, and that of the double
+
+    def of(self, samples: Tensor) -> Tensor:
+        """Find the doubles of some samples, in no order."""
+        return torch.isin(self.index, samples).nonzero()[:, 0]
+
+
+def ordered(texts: list[Tensor]) -> Texts:
+    """Lay the words of texts behind one another, in the order in which they are read."""
+    known = [tokens[:LONGEST][tokens[:LONGEST] < WORDS] for tokens in texts]
+    words = torch.cat(known)
+    lengths = torch.tensor([0] + [len(tokens) for tokens in known])
+    return Texts(words, torch.ones(len(words)), lengths.cumsum(0))
+
+
+def opposites_of(vocabulary: list[str]) -> dict[int, list[int]]:
+    """Look up the numbers of OPPOSITES, in both directions."""
+    number = {word: k for k, word in enumerate(vocabulary[:WORDS])}
+    opposites = {}
+    for pair in OPPOSITES.split():
+        one, other = [number.get(word) for word in pair.split("/")]
+        if one is not None and other is not None:
+            opposites.setdefault(one, []).append(other)
+            opposites.setdefault(other, []).append(one)
+    return opposites
+
+
+def doubles_of(part: Part, opposites: dict[int, list[int]]) -> Doubles:
+    """Make the double of each query that has a word once and its opposite never."""
+    index, texts, words = [], [], []
+    for k, tokens in enumerate(part.tokens[0]):
+        counts = Counter(tokens[:LONGEST].tolist())
+        choices = []
+        for word in counts:
+            others = [other for other in opposites.get(word, ()) if other not in counts]
+            if counts[word] == 1:
+                choices += [(word, other) for other in others]
+        if choices:
+            word, other = random.Random(k).choice(choices)
+            index.append(k)
+            texts.append(tokens.masked_fill(tokens == word, other))
+            words.append((word, other))
+    return Doubles(torch.tensor(index), ordered(texts), torch.tensor(words))
+
+
+# ---- Training ----------------------------------------------------------------------------------
+
+
+class Encoder(code_search.Encoder):
+    """Add to the sum of words one that depends on their neighbours: a convolution of width 3."""
+
+    def __init__(self, idf: Tensor, seed: int, order: bool = True):
+        super().__init__(idf, seed)
+        self.mix = None
+        if order:
+            self.mix = nn.Linear(3 * DIM, DIM)
+            nn.init.zeros_(self.mix.weight)  # begin as a bag of words
+            nn.init.zeros_(self.mix.bias)
+
+    def forward(self, texts: Texts, index: Tensor) -> Tensor:
+        """Embed the texts at index (B,) → (B, DIM)."""
+        bag = super().forward(texts, index)
+        if self.mix is None:
+            return bag
+        words, _, offsets = texts.take(index)
+        begins = torch.zeros(len(words) + 1, 1, dtype=torch.bool)
+        begins[offsets] = True
+        begins[-1] = True
+        # texts stand behind one another: what is beyond the ends of a text counts as 0
+        vectors = F.embedding(words, self.words.weight)
+        before = vectors.roll(1, 0).masked_fill(begins[:-1], 0)
+        after = vectors.roll(-1, 0).masked_fill(begins[1:], 0)
+        mixed = F.gelu(self.mix(torch.cat([before, vectors, after], 1)))
+        places, weights = torch.arange(len(words)), self.weights[words]
+        sums = F.embedding_bag(places, mixed, offsets, mode="sum", per_sample_weights=weights)
+        return bag + sums
+
+
+class Run(code_search.Run):
+    """Train an encoder by a row's settings."""
+
+    def __init__(self, part: Part, doubles: Doubles, settings: dict, epochs: int, seed: int):
+        super().__init__(part, settings, epochs, seed)
+        self.doubles = doubles
+        self.encoder = Encoder(idf_of(part), seed, settings["order"])
+
+    def step(self, index: Tensor) -> None:
+        """Descend the losses of a batch, in both directions."""
+        b = len(index)
+        queries = self.encoder.queries(self.part.queries, index)
+        documents = self.encoder(self.part.documents, index)
+        more, samples = self.more_queries(index)
+        candidates = torch.cat([queries, more])
+        own = torch.arange(b)
+        from_documents = hardneg.contrastive_loss(
+            documents,
+            queries,
+            negatives=candidates,
+            positive_index=own,
+            labels=torch.cat([index, index, samples]),  # a random query may be one of the batch
+            **self.options_of_loss(len(candidates) - 1),
+        )
+        from_queries = hardneg.contrastive_loss(
+            queries,
+            documents,
+            negatives=documents,
+            positive_index=own,
+            **self.options_of_loss(b - 1),
+        )
+        self.optimizer.zero_grad()
+        (from_documents + from_queries).backward()
+        self.optimizer.step()
+
+    def more_queries(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Embed the queries that join those of a batch → (S, DIM), and the samples they are of."""
+        doubles = self.doubles.of(index)
+        if self.settings["extra"] == "swapped":
+            samples = torch.full((len(doubles),), -1)  # of none: negatives of their own document
+            return self.encoder.queries(self.doubles.texts, doubles), samples
+        count = len(doubles) if self.settings["extra"] == "random" else 0
+        samples = torch.randint(len(self.part), (count,), generator=self.generator)
+        return self.encoder.queries(self.part.queries, samples), samples
+
+
+class Blind(nn.Module):
+    """Score a query without a document: the true one should score higher than its double."""
+
+    def __init__(self, idf: Tensor, seed: int):
+        super().__init__()
+        self.encoder = Encoder(idf, seed)
+        self.score = nn.Linear(DIM, 1, bias=False)  # a bias would know which comes first
+        nn.init.zeros_(self.score.weight)
+
+    def forward(self, part: Part, doubles: Doubles, which: Tensor) -> Tensor:
+        """Compute by how much true queries score higher than their doubles → (S,)."""
+        true = self.encoder(part.queries, doubles.index[which])
+        swapped = self.encoder(doubles.texts, which)
+        return self.score(true - swapped)[:, 0]
+
+
+def train_blind(data: dict, seed: int) -> Tensor:
+    """Train `Blind` → its margins of the test pairs, at its best epoch by the validation pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    part, doubles = data["train"]
+    blind = Blind(idf_of(part), seed)
+    optimizer = torch.optim.Adam(blind.parameters(), BLIND_RATE, fused=True)
+    best, margins = -1.0, None
+    for _ in range(BLIND_EPOCHS):
+        for which in torch.randperm(len(doubles.index), generator=generator).split(128):
+            loss = F.softplus(-blind(part, doubles, which)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        found = {}
+        for name in ("validation", "test"):
+            every = torch.arange(len(data[name][1].index))
+            with torch.no_grad():
+                found[name] = blind(*data[name], every)
+        right = share_right(found["validation"])
+        if right > best:
+            best, margins = right, found["test"]
+    return margins
+
+
+# ---- Measures ----------------------------------------------------------------------------------
+
+
+def share_right(margins: Tensor, weights: Tensor | None = None) -> float:
+    """Compute the percentage of positive margins; ties count half."""
+    right = (margins > 0).double() + (margins == 0).double() / 2
+    if weights is None:
+        weights = torch.ones_like(right)
+    return 100 * ((weights * right).sum() / weights.sum()).item()
+
+
+def balance(groups: Tensor, sides: Tensor) -> Tensor:
+    """Weight members of groups such that the two sides of each weigh the same.
+
+    The larger side weighs as much as the smaller, as if it were subsampled, without the chance."""
+    counts = torch.zeros(int(groups.max()) + 1, 2, dtype=torch.float64)
+    counts.index_put_((groups, sides.long()), torch.ones(len(groups)).double(), accumulate=True)
+    smaller = counts.amin(1)
+    return smaller[groups] / counts[groups, sides.long()]
+
+
+def balances(doubles: Doubles, blind: Tensor) -> dict[str, Tensor | None]:
+    """Weight pairs such that no guess from the word, and none of a blind encoder, is of use."""
+    both = doubles.words.sort(1).values
+    kinds = (both[:, 0] * WORDS + both[:, 1]).unique(return_inverse=True)[1]
+    by_word = balance(kinds, doubles.words[:, 0] < doubles.words[:, 1])
+    sizes = blind.abs().argsort().argsort()
+    by_margin = balance(sizes * BINS // len(sizes), blind > 0)
+    return {"all": None, "words": by_word, "blind": by_margin}
+
+
+@torch.no_grad()
+def judge(encoder: Encoder, part: Part, doubles: Doubles, weights: dict) -> dict[str, float]:
+    """Measure an encoder on the pairs and on the retrieval of a part."""
+    queries, documents = encoder.embed(part)
+    every = torch.arange(len(doubles.index))
+    swapped = hardneg.unit(encoder.queries(doubles.texts, every))
+    gaps = queries[doubles.index] - swapped
+    margins = (gaps * documents[doubles.index]).sum(1)
+    figures = {name: share_right(margins, weights[name]) for name in weights}
+    others = documents[doubles.index.roll(len(every) // 2)]  # far away, so of another file
+    figures["other"] = share_right((gaps * others).sum(1))
+    figures["mrr"] = evaluate(encoder, part)["mrr"]
+    return figures
+
+
+def by_count(part: Part, doubles: Doubles) -> Tensor:
+    """Count the two words in each document → how much more often it has the true one."""
+    margins = []
+    for sample, words in zip(doubles.index.tolist(), doubles.words, strict=True):
+        tokens = part.tokens[1][sample][:LONGEST]
+        true, swapped = (tokens[:, None] == words).sum(0)
+        margins.append(true - swapped)
+    return torch.stack(margins)
+
+
+# ---- Runs and results --------------------------------------------------------------------------
+
+
+class Study:
+    """Train what is not recorded yet, first to choose the temperature, then to compare rows."""
+
+    def __init__(self, data: dict, epochs: int, results: Results):
+        self.data, self.epochs, self.results = data, epochs, results
+        self.weights = balances(data["test"][1], train_blind(data, SEARCH))
+        sizes = {name: len(doubles.index) for name, (_, doubles) in data.items()}
+        balanced = {f"{name} balanced": self.weights[name].sum().item() for name in BALANCED}
+        results.found["minimal pairs"] = sizes | balanced
+
+    def run(self, seeds: int) -> None:
+        """Do all that is left to do, the first seed of all rows before the next."""
+        trained = len(TEMPERATURES) + seeds * len(ROWS)
+        with tqdm(total=trained * self.epochs, unit=" epochs") as self.bar:
+            tried = self.results.tried("temperature", "in-batch")
+            for temperature in TEMPERATURES:
+                if str(temperature) in tried:
+                    self.bar.update(self.epochs)
+                else:
+                    encoder = self.train("in-batch", settings_of("in-batch", temperature), SEARCH)
+                    tried[str(temperature)] = evaluate(encoder, self.data["validation"][0])["mrr"]
+                    self.results.write()
+            temperature = float(max(tried, key=tried.get))
+            self.once("count of words", {}, 0)
+            for seed in range(seeds):
+                self.once("blind", {"epochs": BLIND_EPOCHS, "rate": BLIND_RATE}, seed)
+                for row in ROWS:
+                    self.once(row, settings_of(row, temperature), seed)
+
+    def once(self, row: str, settings: dict, seed: int) -> None:
+        """Measure a row on the test files, unless that is recorded."""
+        about = {"row": row, "settings": settings, "seed": seed}
+        runs = self.results.found["runs"]
+        if any(about.items() <= run.items() for run in runs):
+            self.bar.update(self.epochs if row in ROWS else 0)
+            return
+        begin = time.process_time()
+        figures = self.measure(row, settings, seed)
+        seconds = time.process_time() - begin
+        runs.append(about | {"seconds": seconds} | figures)
+        self.results.write()
+
+    def measure(self, row: str, settings: dict, seed: int) -> dict[str, float]:
+        """Train and measure a row."""
+        part, doubles = self.data["test"]
+        if row in ROWS:
+            encoder = self.train(row, settings, seed)
+            return judge(encoder, part, doubles, self.weights)
+        margins = train_blind(self.data, seed) if row == "blind" else by_count(part, doubles)
+        return {name: share_right(margins, weights) for name, weights in self.weights.items()}
+
+    def train(self, row: str, settings: dict, seed: int) -> Encoder:
+        """Train an encoder."""
+        self.bar.set_description(f"{row}, t = {settings['temperature']}, seed {seed}")
+        return Run(*self.data["train"], settings, self.epochs, seed).train(self.bar)
+
+
+def settings_of(row: str, temperature: float) -> dict:
+    """Complete a row's settings."""
+    chosen = {"temperature": temperature, "rate": RATE}
+    return SETTINGS | {"order": True, "extra": None} | ROWS[row] | chosen
+
+
+def table(results: Results) -> str:
+    """Write the results as two Markdown tables: means and standard deviations in percent, and
+    differences to in-batch negatives with the same encoder, paired by seed, with Student's interval
+    of 95 %."""
+    rows = {}
+    for run in results.found["runs"]:
+        rows.setdefault(run["row"], {})[run["seed"]] = run
+    figures = [["", *MEASURES.values(), "n", "seconds"]]
+    gains = [["over in-batch", *MEASURES.values(), "n"]]
+    for row, runs in rows.items():
+        values = [[run[name] for run in runs.values() if name in run] for name in MEASURES]
+        cells = [spread(column) if column else "" for column in values]
+        seconds = sum(run["seconds"] for run in runs.values()) / len(runs)
+        figures.append([row, *cells, str(len(runs)), f"{seconds:.0f}"])
+        sees_order = ROWS.get(row, {}).get("order", True)
+        baseline = rows.get("in-batch" if sees_order else "bag, in-batch", {})
+        shared = [seed for seed in runs if seed in baseline]
+        if row in ROWS and runs is not baseline and shared:
+            gaps = [[runs[k][name] - baseline[k][name] for k in shared] for name in MEASURES]
+            gains.append([row, *[interval(column) for column in gaps], str(len(shared))])
+    texts = []
+    for lines in (figures, gains):
+        lines.insert(1, ["---"] * len(lines[0]))
+        texts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    return "\n\n".join(texts)
+
+
+def main():
+    """Train what is not recorded yet, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--limit", type=int, metavar="PAIRS", help="only so many of the corpus")
+    parser.add_argument("--out", type=Path, default=Path("runs", "code_search"))
+    parser.add_argument("--table", action="store_true", help="print the record, train nothing")
+    args = parser.parse_args()
+    if args.table:
+        print(table(Results(RECORD, {})))
+        return
+    corpus = code_corpus.load(args.out)
+    path = path_of(corpus["sha256"], args)
+    about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
+    results = Results(path, {"corpus": about})
+    results.found.pop("bm25", None)
+    opposites = opposites_of(corpus["vocabulary"])
+    data = {}
+    for name, part in code_corpus.split(corpus, args.limit).items():
+        queries, documents = [ordered(texts) for texts in part.tokens]
+        in_order = Part(queries, documents, part.files, part.tokens)
+        data[name] = in_order, doubles_of(part, opposites)
+    Study(data, args.epochs, results).run(args.seeds)
+    print(f"{table(results)}\n\nin {path}")
+
+
+def path_of(sha256: str, args: argparse.Namespace) -> Path:
+    """Choose the file of results: the record of the project, unless it is of other runs."""
+    if args.limit is None and args.epochs == EPOCHS:
+        if not RECORD.exists() or json.loads(RECORD.read_text())["corpus"]["sha256"] == sha256:
+            return RECORD
+    return args.out / f"minimal_pairs-{sha256[:8]}-{args.limit or 'all'}-{args.epochs}.json"
+
+
+if __name__ == "__main__":
+    main()
