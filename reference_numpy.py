@@ -717,8 +717,11 @@ def contrastive_loss(
     if detach_weights:
         seen, seen_pos = neg.real, pos.real
     log_w = weigh(seen)
+    log_w_pos = None  # needed for the mean of several positives, and for the exact debiasing
     if debias == "exact":
         log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha)
+    elif tau_plus == 0 or pos.shape[1] == 1:
+        log_w_pos = [[0.0] * pos.shape[1]] * pos.shape[0]
     elif weights == "transported":  # positives have no marginals: w⁺ ∝ e^{−C/ε}
         log_w_pos = _by_row(_mean_one, _log_kernel(seen_pos, **coupling))
     else:
