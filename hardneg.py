@@ -2201,6 +2201,10 @@ def _two_falls(progress, step):
     return 0.1**falls
 
 
+def _constant(progress, step):
+    return 1.0
+
+
 RECIPES = {  # name: optimizer, its rate over the progress in [0, 1], and settings if none are given
     "adamw": {
         "optimizer": torch.optim.AdamW,
@@ -2219,6 +2223,15 @@ RECIPES = {  # name: optimizer, its rate over the progress in [0, 1], and settin
         "lr": 0.03,
         "weight_decay": 5e-4,
         "rate": _two_falls,
+    },
+    "adam": {  # [1] App. C, [2] VII-A
+        "optimizer": torch.optim.Adam,
+        "options": {},
+        "epochs": 400,
+        "batch_size": 256,
+        "lr": 1e-3,
+        "weight_decay": 1e-6,
+        "rate": _constant,
     },
 }
 

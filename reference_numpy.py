@@ -641,6 +641,13 @@ def _figures(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
     return figures | {"temperature_effective": geometric_mean}
 
 
+def _rule(weights, options):
+    """Return the function of logits that `weights` names, with its options."""
+    if callable(weights):
+        return weights
+    return partial(RULES[weights], **options.get(weights, {}))
+
+
 def contrastive_loss(
     *views,
     loss="simclr",
@@ -710,18 +717,15 @@ def contrastive_loss(
     # 2. How much does each one count?
     coupling = {"epsilon": epsilon, "cost": cost, "kappa": kappa, "temperature": temperature}
     options = {"tilted": {"beta": beta}, "top": {"alpha": alpha}, "transported": coupling}
-    weigh = weights
-    if not callable(weights):
-        weigh = partial(RULES[weights], **options.get(weights, {}))
+    weigh = _rule(weights, options)
     seen, seen_pos = neg, pos
     if detach_weights:
         seen, seen_pos = neg.real, pos.real
     log_w = weigh(seen)
-    log_w_pos = None  # needed for the mean of several positives, and for the exact debiasing
     if debias == "exact":
         log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha)
-    elif tau_plus == 0 or pos.shape[1] == 1:
-        log_w_pos = [[0.0] * pos.shape[1]] * pos.shape[0]
+    elif tau_plus == 0 or pos.shape[1] == 1:  # a mean of one, or none
+        log_w_pos = uniform(seen_pos)
     elif weights == "transported":  # positives have no marginals: w⁺ ∝ e^{−C/ε}
         log_w_pos = _by_row(_mean_one, _log_kernel(seen_pos, **coupling))
     else:

@@ -3352,12 +3352,15 @@ class TestTraining:
         wanted = {k: math.ceil(14 * seen[k]["alpha"]) / 14 for k in range(0, 60, 3)}
         assert told == pytest.approx(wanted)
 
-    @pytest.mark.parametrize("recipe, decay, epochs", [("adamw", 1e-4, 16), ("sgd", 5e-4, 200)])
-    def test_recipes(self, recipe, decay, epochs):
-        place = np.arange(100) / 100
-        wanted = np.minimum((place + 0.01) * 10, 1) * (1 + np.cos(np.pi * place)) / 2
-        if recipe == "sgd":
-            wanted = [1] * 80 + [0.1] * 15 + [0.01] * 5
+    PLACE = np.arange(100) / 100  # in a run
+    RECIPES = [  # name, weight decay, epochs, rates
+        ("adamw", 1e-4, 16, np.minimum(10 * PLACE + 0.1, 1) * (1 + np.cos(np.pi * PLACE)) / 2),
+        ("sgd", 5e-4, 200, [1] * 80 + [0.1] * 15 + [0.01] * 5),
+        ("adam", 1e-6, 400, [1] * 100),
+    ]
+
+    @pytest.mark.parametrize("recipe, decay, epochs, wanted", RECIPES)
+    def test_recipes(self, recipe, decay, epochs, wanted):
         training = begin(IMAGES[:2], recipe=recipe, epochs=100, lr=1e-6)
         rates = [1e6 * training.optimizer.param_groups[0]["lr"] for _ in training]
         close(rates, wanted, 1e-12)

@@ -44,10 +44,18 @@ METHOD_DEFAULTS = {
     "clae": {"bound": 0.005},
     "diffhard": GAME | {"latent": 64, "gan_lr": 4e-4, "ascent_lr": 1e-4, "epochs": 6} | SMALL,
 }
+# what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
+VIEWS = {
+    "default": {},
+    "small": {"area": (0.08, 1.0), "blur": 0.5},
+    "coloured": {"jitter": 1.0, "hue": 0.4},
+}
 FREE = "out device root report resume overwrite workers compile".split()  # may change in a run
 FACTS = "loss method data seed epochs device".split()  # of results.json
 LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9), "workers": (0, 999)}
 LIMITS |= {"seed": (0, 10**9), "weight_decay": (0, 10**9)}
+# tilted multiplies cos/t, whatever the objective; the other weights have no gradient
+IMPLIED = {"tilted": {"temperature", "detach_weights"}, "transported": {"detach_weights"}}
 MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
 
 
@@ -62,6 +70,7 @@ class Options:
     objective: str = option(None, "", choices=hardneg.OBJECTIVES, otherwise="the loss's")
     temperature: float = option(0.1, "divides cosines, above 0")
     tau_plus: float = option(None, "false negatives' share [1], in [0, 1)", otherwise="the loss's")
+    detach_weights: bool = option(None, "no gradient through weights", otherwise="ot alone")
     debias: str = option("published", "of tau_plus [1]", choices=("published", "exact"))
     beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
     anneal: bool = option(False, "hcl: lower beta to 0 in five steps over the run")
@@ -91,7 +100,8 @@ class Options:
         group="training",
     )
     encoder: str = option("small", "the network", choices=("small", "resnet18", "resnet50"))
-    recipe: str = option("adamw", "cosine rate, or sgd's steps [4]", choices=hardneg.RECIPES)
+    recipe: str = option("adamw", "optimizer and rates; sgd [4], adam [1]", choices=hardneg.RECIPES)
+    views: str = option("default", "random changes; small [1], coloured [4]", choices=VIEWS)
     epochs: int = option(None, "passes over the images")
     batch_size: int = option(None, "images in a batch, at most")
     micro_batch: int = option(None, "views in one pass, to save memory", otherwise="all")
@@ -165,8 +175,7 @@ class Options:
             return True
         taken = parameters(getattr(hardneg, self.objective))
         taken |= parameters(getattr(hardneg, self.weights)) - {"temperature"}
-        if "beta" in taken:  # it multiplies cos/t, whatever the objective
-            taken.add("temperature")
+        taken |= IMPLIED.get(self.weights, set())
         return name in taken
 
     def of_the_run(self) -> dict:
@@ -219,6 +228,7 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
         results = {name: getattr(options, name) for name in FACTS}
         results["seconds"] = round(state["seconds"], 1)
         results["options"] = options.of_the_run()
+        results["history"] = state["history"]
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
         if options.report:
             report.write_page(options.out, images, results)
@@ -262,7 +272,8 @@ def build(options: Options, images: Images, group=None) -> tuple:
 def make_method(options: Options, criterion, encoder, images: Images) -> hardneg.SimCLR:
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
-    views = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
+    blurred = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
+    views = blurred | VIEWS[options.views]
     if options.true_positives:
         possible = options.method == "simclr" and bool(images.classes)
         wanted = "off: it is for the method simclr and images with classes"
@@ -340,12 +351,16 @@ def action_of(given: dict) -> Callable:
     """Check the options of a command → what it does."""
     losses, seeds = given.pop("compare", None), given.pop("seeds", None)
     folder, exported = given.pop("evaluate", None), given.pop("export", None)
-    others = [flag for flag in (losses, folder, exported) if flag]
-    require(len(others) < 2, "the command", "of several kinds", "one of compare, evaluate, export")
+    labelled = given.pop("finetune", None)
+    kinds = [flag for flag in (losses, folder, exported) if flag]
+    require(len(kinds) < 2, "the command", "of several kinds", "one of compare, evaluate, export")
     rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
     options = rows[0]
     if seeds is not None and losses is None:
         print("--seeds has no effect here")
+    if labelled is not None:
+        require(bool(folder), "--finetune", labelled, "with --evaluate RUN")
+        require(0 < labelled <= 1, "--finetune", labelled, "above 0, at most 1")
     command.say_idle(given, rows, folder or exported)
     for row in rows:
         check(row)
@@ -355,7 +370,7 @@ def action_of(given: dict) -> Callable:
         return functools.partial(runs.export, *exported)
     if folder:
         check_run("--evaluate", folder)
-        return functools.partial(report.transfer, folder, options)
+        return functools.partial(report.transfer, folder, options, labelled)
     if losses:
         out = given.get("out", options.folder("compare"))
         plan = compare.plan_of(rows, 3 if seeds is None else seeds, out)

@@ -98,6 +98,46 @@ def rows_of_batch():
     return rows
 
 
+def rows_of_cause(temperatures, weights, objectives):
+    """Make a row for each way of weighting, objective and effective temperature.
+
+    At the same t_eff all weights spread the push over the negatives alike, up to their gradient."""
+    rows = {}
+    for t in temperatures:
+        for weight in weights:
+            for objective in objectives:
+                cell = WEIGHTS[weight](t) | OBJECTIVES[objective]
+                rows[f"{weight} {objective} {t}"] = dict(loss="simclr") | cell
+    return rows
+
+
+def tilted(t):
+    """Return β = 0.5 at the effective temperature t = temperature / (1 + β)."""
+    return dict(weights="tilted", beta=0.5, temperature=round(1.5 * t, 4))
+
+
+def transported(t):
+    """Return ε at the effective temperature t = temperature · ε / (temperature + ε)."""
+    return dict(weights="transported", epsilon=round(3 * t, 4), temperature=round(1.5 * t, 4))
+
+
+HELD, FREE = dict(detach_weights=True), dict(detach_weights=False)
+WEIGHTS = {
+    "uniform": lambda t: dict(temperature=t),
+    "tilted": lambda t: tilted(t) | FREE,
+    "tilted-held": lambda t: tilted(t) | HELD,
+    "transported": lambda t: transported(t) | FREE,
+    "transported-held": lambda t: transported(t) | HELD,
+    "top": lambda t: dict(weights="top", alpha=0.3, lead_in=False, temperature=OF_TOP[t]),
+}
+OF_TOP = {0.067: 0.067, 0.133: 0.14, 0.267: 0.35}  # chosen by what a run prints
+OBJECTIVES = {  # N = 252; at 1 / (N + 1) debiasing is decoupling where no floor binds
+    "nce": {},
+    "1/N": dict(tau_plus=round(1 / 253, 6)),
+    "5/N": dict(tau_plus=round(5 / 253, 6)),
+    "decoupled": dict(objective="decoupled"),
+}
+EFFECTIVE = 0.067, 0.133, 0.267
 SIMCLR = dict(loss="simclr", temperature=0.1)
 CURVE = {
     "simclr": {},
@@ -218,6 +258,13 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         | {"simple": dict(loss="simple")}
         | {"hard-simple": dict(loss="hard-simple", alpha=0.03, lead_in=True)},
     ),
+    "cause-search": (
+        "cifar10",
+        SEARCH,
+        SHORT | dict(fraction=0.25, validation=True),
+        rows_of_cause(EFFECTIVE, WEIGHTS, ["nce"])
+        | rows_of_cause(EFFECTIVE[:1], WEIGHTS, OBJECTIVES),
+    ),
     "games-10": (
         "cifar10",
         THREE,
@@ -242,16 +289,7 @@ for classes, share in ((10, 1), (50, 0.2), (200, 0.05)):  # 2 500 images of Tiny
 
 def study(name, folders, out):
     """Train what is not there yet of a study, and record it."""
-    data, seeds, common, rows = STUDIES[name]
-    first = data.split("-")[0]
-    if first != data:  # the first classes alone
-        folders = {data: first_classes(folders[first], int(data.split("-")[1]), out / data)}
-    common = {"data": str(folders[data]), "report": False} | common
-    plan = {}
-    for row, own in rows.items():
-        places = {seed: out / name / f"{row}-{seed}" for seed in seeds}
-        own = common | own
-        plan[row] = [train.Options(**own, seed=seed, out=places[seed]) for seed in seeds]
+    data, plan = plan_of(name, folders, out)
     found = compare.compare(plan, train.run, out / name)
     for row, runs_of_row in found.items():
         for run in runs_of_row:
@@ -262,6 +300,22 @@ def study(name, folders, out):
                 transferred = json.loads((folder / "evaluate-shapes.json").read_text())
                 run["transfer"] = transferred["linear"]
     (HERE / "results" / f"{name}.json").write_text(json.dumps(found) + "\n")
+
+
+def plan_of(name, folders, out):
+    """Return the data of a study, and {row: the options of its runs}, one for each seed."""
+    data, seeds, common, rows = STUDIES[name]
+    first = data.split("-")[0]
+    if first != data:  # the first classes alone
+        folders = {data: first_classes(folders[first], int(data.split("-")[1]), out / data)}
+    common = {"data": str(folders[data]), "report": False} | common
+    plan = {}
+    for row, own in rows.items():
+        folder = row.replace("/", "-").replace(" ", "-")
+        places = {seed: out / name / f"{folder}-{seed}" for seed in seeds}
+        own = common | own
+        plan[row] = [train.Options(**own, seed=seed, out=places[seed]) for seed in seeds]
+    return data, plan
 
 
 def first_classes(folder, n, out):

@@ -9,7 +9,7 @@ from pathlib import Path
 import hardneg
 
 BRIEF = "loss temperature alpha method data validation encoder epochs out overwrite".split()
-BRIEF += "compare evaluate export help help_all".split()
+BRIEF += "compare evaluate finetune export help help_all".split()
 METAVARS = {"float": "X", "int": "N", "str": "NAME", "Path": "DIR"}
 
 
@@ -115,6 +115,8 @@ def parse(argv: list[str], about: str, options: type, tables: tuple) -> dict:
     add("--compare", nargs="+", **losses, help="train with each, and compare")
     add("--seeds", type=int, metavar="N", help="of --compare: runs of each loss (default: 3)")
     add("--evaluate", type=Path, metavar="RUN", help="measure the encoder of RUN on --data")
+    text = "of --evaluate: train the encoder too, on this share of the labels"
+    add("--finetune", type=float, metavar="SHARE", help=text)
     add("--export", nargs=2, type=Path, metavar=("RUN", "FILE"), help="RUN's encoder to FILE.pt2")
     for action in parser._actions:
         if action.dest not in BRIEF and "--help-all" not in argv:

@@ -1,6 +1,7 @@
 """What an encoder has learned: figures, a table, pictures of a finished run's folder, a page."""
 
 import base64
+import copy
 import dataclasses
 import html
 import io
@@ -18,9 +19,10 @@ import torch
 import torchvision
 from matplotlib import pyplot as plt
 from torch import Tensor
+from tqdm import tqdm
 
 import hardneg
-from training import command, runs
+from training import command, require, runs
 from training.images import Images, at_most, read, share
 
 COLUMNS = {
@@ -33,6 +35,7 @@ FIGURES = "loss positive negative ess clamped share temperature_effective".split
 FIGURES += "pair d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 
+STEPS = 500  # of fine-tuning
 
 # ---- Figures -----------------------------------------------------------------------------------
 
@@ -115,8 +118,9 @@ def show_again(options, results: dict) -> dict:
     return results
 
 
-def transfer(folder: Path, options) -> None:
+def transfer(folder: Path, options, labelled: float | None = None) -> None:
     """Measure the encoder of a run on the images of `train.Options`: the readout alone is trained.
+    labelled: the share of labels on which the encoder is fine-tuned as well.
     Ref: [3] Tables 3, 4"""
     state = runs.read_checkpoint(folder, options.device)
     was, epochs = state["args"], max(0, state["training"]["epoch"])
@@ -130,7 +134,48 @@ def transfer(folder: Path, options) -> None:
     results = {"run": folder, "trained_on": was["data"], "epochs": epochs}
     results |= {"data": options.data, "fraction": options.fraction}
     results |= measure(encoder, images, name, was["seed"])
+    if labelled:
+        require(bool(images.classes), "--finetune", labelled, "for images with classes")
+        first = runs.untrained(name, state["size"], options.device, was["seed"])
+        results["finetune"] = labelled
+        results["finetuned"] = finetune(encoder, images, labelled, was["seed"])
+        from_scratch = finetune(first, images, labelled, was["seed"])
+        results["untrained"]["finetuned"] = from_scratch
+        data += f"-finetuned-{labelled:g}"
     save_results(folder / f"evaluate-{data}.json", results)
+    if labelled:
+        text = f"fine-tuned on {100 * labelled:g} % of the labels: {results['finetuned']:.1f} %"
+        print(f"{text}, from the untrained encoder {from_scratch:.1f} %")
+
+
+def finetune(encoder, images: Images, labelled: float, seed: int) -> float:
+    """Train a copy of an encoder, and a readout, on a share of the labels → its accuracy in %.
+    Batches of 64; crops and mirror images; AdamW, whose rates fall to 0 by a cosine.
+    Ref: [3] 1"""
+    device = images.train.device
+    generator = torch.Generator(device).manual_seed(seed)
+    known = (images.train_labels >= 0).nonzero()[:, 0]
+    chosen = known[share(images.train_labels[known].cpu(), labelled, seed).to(device)]
+    encoder = copy.deepcopy(encoder).train()
+    readout = torch.nn.Linear(encoder.features, len(images.classes), device=device)
+    torch.nn.init.zeros_(readout.weight)
+    torch.nn.init.zeros_(readout.bias)
+    parts = [{"params": encoder.backbone.parameters(), "lr": 1e-3}]
+    parts += [{"params": readout.parameters(), "lr": 1e-2}]
+    optimizer = torch.optim.AdamW(parts)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in tqdm(range(STEPS), f"fine-tuning on {len(chosen)} labels", leave=False):
+        index = chosen[torch.randint(len(chosen), (64,), generator=generator, device=device)]
+        views = hardneg.view(images.train[index], generator, area=(0.5, 1.0), jitter=0, gray=0)
+        logits = readout(encoder(views)[0])
+        loss = torch.nn.functional.cross_entropy(logits, images.train_labels[index])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    features, _ = hardneg.embed(encoder, images.test)
+    right = readout(features).argmax(1) == images.test_labels
+    return round(100 * right.float().mean().item(), 4)
 
 
 def describe(options, training: hardneg.Training) -> None:
@@ -173,7 +218,7 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
     for name in FIGURES:
         values = [step[name] for step in seen if name in step]
         if values:
-            means[name] = mean(values)
+            means[name] = float(f"{mean(values):.4g}")
     if training.epoch % math.ceil(training.epochs / 10) == 0 and images.classes:
         means |= evaluate(training.encoder, at_most(images, 1000), ("knn",))
     return means

@@ -4,8 +4,10 @@
 """
 
 import ast
+import dataclasses
 import importlib
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -29,6 +31,7 @@ from torchvision.transforms import functional as transforms
 
 import hardneg
 import train
+from benchmarks import papers
 from training import UserError, command, compare, images, report, runs
 from training.images import Images
 
@@ -706,6 +709,33 @@ class TestRuns:
         assert (results["trained_on"], results["epochs"]) == ("shapes", 2)
         assert results["data"] == str(other)
 
+    def test_finetuning_repeats(self, tmp_path, small_shapes, capsys, monkeypatch):
+        """It leaves the run as it was."""
+        monkeypatch.setattr(report, "STEPS", 3)
+        run = tmp_path / "run"
+        _, checkpoint = finish(run)
+        found = []
+        for _ in range(2):
+            train.main(["--evaluate", str(run), "--finetune", "0.5"])
+            found.append(json.loads((run / "evaluate-shapes-finetuned-0.5.json").read_text()))
+        assert "fine-tuned on 50 % of the labels" in capsys.readouterr().out
+        assert found[0] == found[1] and found[0]["finetune"] == 0.5
+        assert equal_states(runs.read_checkpoint(run, "cpu"), checkpoint)
+
+    def test_finetuning_learns(self, monkeypatch):
+        """Colours are classes, and half of the labels are enough."""
+        monkeypatch.setattr(report, "STEPS", 20)
+        colours = torch.eye(3, dtype=torch.uint8)[:2, :, None, None] * 200
+        pixels = colours.repeat(10, 1, 8, 8)  # (20, 3, 8, 8): red, green, red, …
+        labels = torch.arange(20) % 2
+        few = Images(pixels, labels, pixels, labels, ["red", "green"])
+        encoder = runs.untrained("small", 8, "cpu", 0)
+        before = [p.clone() for p in encoder.parameters()]
+        assert report.finetune(encoder, few, 0.5, 0) == 100
+        wrong = few._replace(train_labels=1 - labels)
+        assert report.finetune(encoder, wrong, 0.5, 0) == 0
+        assert equal_states(before, list(encoder.parameters()))
+
     def test_one_of_two_processes_writes(self, tmp_path):
         """Both resume from what it has saved."""
         program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -807,16 +837,48 @@ class TestOptions:
 
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
     def test_what_has_an_effect_changes_the_loss(self, loss):
-        """An option of the criterion has one exactly if another value changes the loss."""
+        """An option has one exactly if another value changes the loss or its gradient."""
         options = train.Options(loss=loss, cost="exp", weights=hardneg.PRESETS[loss][0])
         settings = {name: getattr(options, name) for name in train.CRITERION}
         x, y = torch.randn(2, 60, 4, generator=torch.Generator().manual_seed(0)).double()
-        value = hardneg.contrastive_loss(x, y, **settings)
+        x.requires_grad_()
+
+        def loss_and_slope(**changes):
+            loss = hardneg.contrastive_loss(x, y, **settings | changes)
+            (slope,) = torch.autograd.grad(loss, x)
+            return torch.cat([slope.flatten(), loss.detach()[None]])
+
+        as_it_is = loss_and_slope()
         others = {"temperature": 0.4, "tau_plus": 0.003, "beta": 0.3, "epsilon": 0.7}
         others |= {"cost": "sqeuclidean", "kappa": 0.2, "alpha": 0.6, "margin": 1.5}
+        others |= {"detach_weights": options.weights != "transported"}
         for name, other in others.items():
-            changed = hardneg.contrastive_loss(x, y, **settings | {name: other})
-            assert options.has_effect(name) == (changed != value), name
+            changed = not torch.equal(loss_and_slope(**{name: other}), as_it_is)
+            assert options.has_effect(name) == changed, name
+
+
+class TestPapers:
+    """benchmarks/papers.py: the commands in the papers' own settings."""
+
+    @pytest.mark.parametrize("headline", papers.HEADLINES, ids=lambda h: h.claim)
+    def test_each_command_trains(self, headline):
+        """Two steps on small random images, in small batches."""
+        options = papers.options_of(headline)
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8, generator=generator)
+        labels = torch.arange(8) // 4
+        some = Images(pixels, labels, pixels, labels, ["a", "b"])
+        small = {"device": "cpu", "batch_size": 2, "out": None}
+        if options.method == "diffhard":
+            small |= {"width": 2, "pretrain": 1, "every": 1}
+        encoder, training = train.build(dataclasses.replace(options, **small), some)
+        before = [p.clone() for p in encoder.parameters()]
+        steps = [step for step in itertools.islice(training, 8) if "loss" in step][:2]
+        assert len(steps) == 2 and all(step["loss"].isfinite() for step in steps)
+        assert any(not torch.equal(p, q) for p, q in zip(before, encoder.parameters(), strict=True))
+
+    def test_the_page_has_them(self):
+        assert papers.table() in MORE
 
 
 def attribute(x, path):
@@ -963,7 +1025,7 @@ MISTAKES = """
 --objective infonce | --objective
 --method moco | --method
 --encoder resnet | mean resnet
---recipe adam | did you mean adamw?
+--recipe adamm | did you mean adam?
 --fraction 0 | --fraction is 0
 --fraction 2 | --fraction
 --workers -1 | --workers is -1
@@ -990,6 +1052,9 @@ hard | unrecognized
 --resume --out no-such-run | no-such-run
 --evaluate no-such-run | no-such-run
 --export no-such-run x.pt2 | no-such-run
+--finetune 0.1 | with --evaluate RUN
+--evaluate no-such-run --finetune 0 | --finetune is 0
+--evaluate no-such-run --finetune 2 | --finetune is 2
 --export no-such-run | --export
 """
 
@@ -1009,7 +1074,7 @@ class TestCommand:
         assert "alpha goes from 1 to 0.3 by halftime" in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
-        names = "loss method data seed epochs device seconds options versions".split()
+        names = "loss method data seed epochs device seconds options history versions".split()
         assert results.keys() == {*names, *FIGURES}
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert results["raw"].keys() == results["untrained"].keys() == report.COLUMNS.keys()
@@ -1095,7 +1160,7 @@ class TestReadme:
     @pytest.mark.parametrize("words", sorted(set(COMMANDS)))
     def test_commands_parse(self, words):
         given = command.parse(words.split(), "", train.Options, ())
-        others = {"compare", "seeds", "evaluate", "export"}
+        others = {"compare", "seeds", "evaluate", "finetune", "export"}
         train.Options(**{name: x for name, x in given.items() if name not in others})
 
     def test_set_up_commands_are_those_of_ci(self):
