@@ -3462,3 +3462,27 @@ lightning.Trainer(max_epochs=1, **quiet).fit(Model(), loader)
         names = *public, "PRESETS", "WEIGHTS", "OBJECTIVES", "RECIPES"
         assert not [name for name in names if f"`{name}`" not in rows]
         assert not [loss for loss in PRESETS if f"| `{loss}` |" not in README]
+
+
+class TestTutorial:
+    """The page of tutorial/ runs, and says what its steps print."""
+
+    PAGE = (HERE / "tutorial" / "README.md").read_text()
+
+    def test_the_page_runs(self, capsys):
+        """Rounding may move a point or two, which another seed does as well."""
+        code = "\n".join(re.findall(r"```python\n(.*?)```", self.PAGE, re.S))
+        exec(code, {})
+        printed = [float(line.rstrip(" %")) for line in capsys.readouterr().out.splitlines()]
+        said = [float(x) for x in re.findall(r"^(?:step|train)\(.*\)  # (.*) %$", code, re.M)]
+        assert len(said) == 11
+        close(printed, said, 2.0)
+
+    def test_pictures_are_there(self):
+        for name in re.findall(r"!\[.*?\]\((.*?)\)", self.PAGE):
+            assert (HERE / "tutorial" / name).exists(), name
+
+    def test_is_short(self):
+        lines = self.PAGE.splitlines()
+        assert len([line for line in lines if line]) <= 250
+        assert max(len(line) for line in lines if not line.startswith("$$")) <= 100

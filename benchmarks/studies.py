@@ -121,6 +121,23 @@ def transported(t):
     return dict(weights="transported", epsilon=round(3 * t, 4), temperature=round(1.5 * t, 4))
 
 
+def rows_of_objectives():
+    """List [2], Tables I to IV: three objectives under three kinds of weights, and debiased."""
+    kinds = {
+        "no weights": dict(weights="uniform"),
+        "tilted": dict(weights="tilted", beta=1),
+        "coupling": dict(weights="transported", epsilon=0.3),
+    }
+    objectives = {"nce": "simclr", "simple": "simple", "triplet": "triplet"}
+    rows = {}
+    for objective, loss in objectives.items():
+        for kind, weights in kinds.items():
+            rows[f"{objective}, {kind}"] = dict(loss=loss) | weights
+    for kind, weights in kinds.items():
+        rows[f"nce debiased, {kind}"] = dict(loss="simclr", tau_plus=0.01) | weights
+    return rows
+
+
 HELD, FREE = dict(detach_weights=True), dict(detach_weights=False)
 WEIGHTS = {
     "uniform": lambda t: dict(temperature=t),
@@ -138,6 +155,7 @@ OBJECTIVES = {  # N = 252; at 1 / (N + 1) debiasing is decoupling where no floor
     "decoupled": dict(objective="decoupled"),
 }
 EFFECTIVE = 0.067, 0.133, 0.267
+HELD_OR_NOT = ["uniform", "tilted-held", "tilted"]
 SIMCLR = dict(loss="simclr", temperature=0.1)
 CURVE = {
     "simclr": {},
@@ -258,12 +276,42 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         | {"simple": dict(loss="simple")}
         | {"hard-simple": dict(loss="hard-simple", alpha=0.03, lead_in=True)},
     ),
+    "hard-debiased": (  # [1], Fig. 2 right, at the settings of [1]
+        "cifar10",
+        THREE,
+        SHORT | dict(temperature=0.5),
+        {
+            "neither": dict(loss="simclr"),
+            "debiased": dict(loss="debiased", tau_plus=0.1),
+            "hard": dict(loss="hcl", beta=1, tau_plus=0),
+            "both": dict(loss="hcl", beta=1, tau_plus=0.1),
+        },
+    ),
+    "objectives": ("cifar10", THREE, AT_02 | dict(margin=0.5), rows_of_objectives()),
+    "neighbours": ("cifar10", [0], SHORT, over_t({"simclr": {}})),  # [4], Fig. 8
     "cause-search": (
         "cifar10",
         SEARCH,
         SHORT | dict(fraction=0.25, validation=True),
         rows_of_cause(EFFECTIVE, WEIGHTS, ["nce"])
         | rows_of_cause(EFFECTIVE[:1], WEIGHTS, OBJECTIVES),
+    ),
+    "cause": (
+        "cifar10",
+        FIVE,
+        SHORT,
+        rows_of_cause(EFFECTIVE[:1], WEIGHTS, ["nce"])
+        | rows_of_cause(EFFECTIVE[:1], ["uniform"], ["1/N", "decoupled"])
+        | rows_of_cause(EFFECTIVE[:1], ["tilted"], ["decoupled"])
+        | rows_of_cause([0.045], ["uniform"], ["nce"]),
+    ),
+    "cause-t": ("cifar10", THREE, SHORT, rows_of_cause(EFFECTIVE[1:], HELD_OR_NOT, ["nce"])),
+    "cause-tiny": (
+        "tiny",
+        FIVE,
+        dict(fraction=0.2, size=32, epochs=8, batch_size=128, lr=0.002),
+        rows_of_cause(EFFECTIVE[:1], WEIGHTS, ["nce"])
+        | rows_of_cause(EFFECTIVE[:1], ["uniform"], ["decoupled"]),
     ),
     "games-10": (
         "cifar10",
@@ -311,7 +359,7 @@ def plan_of(name, folders, out):
     common = {"data": str(folders[data]), "report": False} | common
     plan = {}
     for row, own in rows.items():
-        folder = row.replace("/", "-").replace(" ", "-")
+        folder = row.replace("/", "-").replace(", ", "-").replace(" ", "-")
         places = {seed: out / name / f"{folder}-{seed}" for seed in seeds}
         own = common | own
         plan[row] = [train.Options(**own, seed=seed, out=places[seed]) for seed in seeds]

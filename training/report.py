@@ -34,8 +34,8 @@ COLUMNS = {
 FIGURES = "loss positive negative ess clamped share temperature_effective".split()
 FIGURES += "pair d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
-
 STEPS = 500  # of fine-tuning
+
 
 # ---- Figures -----------------------------------------------------------------------------------
 

@@ -1,0 +1,243 @@
+"""Draw the pictures of README.md beside it, with its own code: python tutorial/pictures.py"""
+
+import contextlib
+import io
+import math
+import re
+import sys
+from pathlib import Path
+
+import torch
+from matplotlib import pyplot as plt
+from torch import nn
+from torch.nn import functional as F
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+plt.switch_backend("Agg")  # needs no screen
+plt.style.use("tableau-colorblind10")
+COSINES = torch.linspace(-1, 1, 401, dtype=torch.float64)
+
+
+def run_the_page():
+    """Run the code of the page → what it defines."""
+    defined = {}
+    for block in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL):
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(block, defined)
+    return defined
+
+
+def save(figure, name):
+    """Write a picture beside the page."""
+    figure.savefig(HERE / f"{name}.png", dpi=80)
+    plt.close(figure)
+
+
+def panels(count=1, width=4.5, **options):
+    """Make panels side by side → the figure, and the panels."""
+    size = (width * count, 3.2)
+    figure, axes = plt.subplots(
+        1, count, figsize=size, layout="constrained", squeeze=False, **options
+    )
+    return figure, axes[0]
+
+
+def sphere(page):
+    """Draw vectors of six topics before and after training, on a sphere."""
+    points = page["points"].view(100, 20, 32)[:6].flatten(0, 1)
+    topics = torch.arange(6).repeat_interleave(20)
+    random = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 3))
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=0.003)
+    figure, axes = panels(2, 3.6, subplot_kw={"projection": "3d"})
+    for axis, title in zip(axes, ("before", "after 300 batches"), strict=True):
+        z = F.normalize(encoder(points).detach(), dim=1)
+        axis.scatter(*z.T, c=topics, cmap="tab10", s=14, vmax=9)
+        axis.set(title=title, xticks=[], yticks=[], zticks=[])
+        axis.set(xlim=(-1, 1), ylim=(-1, 1), zlim=(-1, 1), box_aspect=(1, 1, 1))
+        for _ in range(300):
+            loss = page["infonce"](*page["two_views"](encoder, points, random))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    save(figure, "sphere")
+
+
+def slopes(loss_of, positive, negatives, t=0.5):
+    """Return the slopes of a loss in the cosines of a positive and of its negatives."""
+    p = torch.tensor([positive / t], dtype=torch.float64, requires_grad=True)
+    s = (negatives / t)[None].clone().requires_grad_()
+    loss = loss_of(p, s)
+    return [slope[0] / t for slope in torch.autograd.grad(loss, (p, s))]
+
+
+def nce(p, s):
+    """InfoNCE of one anchor, from its logits."""
+    return nn.functional.softplus(s.logsumexp(1) - p).sum()
+
+
+def pull(page):
+    """Draw the slope in the positive, with and without it in the denominator."""
+    random = torch.Generator().manual_seed(0)
+    negatives = (0.25 * torch.randn(126, generator=random, dtype=torch.float64)).clamp(-1, 1)
+    places = COSINES[200:]
+    figure, (axis,) = panels()
+    for t in (0.5, 0.1):
+        pulls = [-slopes(nce, p, negatives, t)[0] * t for p in places]
+        axis.plot(places, torch.stack(pulls), label=f"InfoNCE, t = {t}")
+    axis.plot(places, torch.ones(len(places)), "k:", label="decoupled")
+    axis.set(xlabel="cosine of the positive", ylabel="pull on its logit", ylim=(0, 1.1))
+    axis.legend()
+    save(figure, "pull")
+
+
+def false_negative(page):
+    """Draw the forces on the anchor's class: ten of 100 negatives are of it."""
+    random = torch.Generator().manual_seed(0)
+    others = (0.2 * torch.randn(90, generator=random, dtype=torch.float64)).clamp(-1, 1)
+    own = torch.full((10,), 0.7, dtype=torch.float64)
+    everything = torch.cat([own, others])
+
+    def debiased(p, s, tau_plus=0.1):
+        rest = (s.exp().sum(1) - s.shape[1] * tau_plus * p.exp()) / (1 - tau_plus)
+        return F.softplus(rest.log() - p).sum()
+
+    def with_labels(p, s):
+        return F.softplus(s[:, 10:].logsumexp(1) + math.log(100 / 90) - p).sum()
+
+    figure, (axis,) = panels()
+    losses = {"InfoNCE": nce, "debiased, τ⁺ = 0.1": debiased, "labels known": with_labels}
+    places = torch.arange(3.0)
+    pulls, pushes = [], []
+    for loss_of in losses.values():
+        positive, negatives = slopes(loss_of, 0.7, everything)
+        pulls.append(-positive.item())
+        pushes.append(-negatives[:10].sum().item())
+    net = torch.tensor(pulls) + torch.tensor(pushes)
+    axis.bar(places - 0.25, pulls, 0.25, label="on the positive")
+    axis.bar(places, pushes, 0.25, label="on the false negatives")
+    axis.bar(places + 0.25, net, 0.25, label="on the class, in sum")
+    axis.axhline(0, color="k", lw=0.8)
+    axis.set(ylabel="pull")
+    axis.set_xticks(places, list(losses))
+    axis.legend(fontsize="small")
+    save(figure, "false_negative")
+
+
+def draw_pushes(axis, page, rules):
+    """Draw the push on negatives spread evenly over all cosines, under rules of weights."""
+    for label, (t, rule) in rules.items():
+        logits = COSINES / t
+        log_w = rule(logits.repeat(len(logits), 1))[0]  # the rules of the page take a batch
+        push = (logits + log_w).softmax(0)
+        axis.plot(COSINES, 100 * push, label=label)
+    axis.set(xlabel="cosine of the negative", ylabel="share of the push, %")
+    axis.legend(fontsize="small")
+
+
+def push(page):
+    """Draw the push of tilted weights, held fixed."""
+    figure, (axis,) = panels()
+    rules = {"InfoNCE, t = 0.5": (0.5, torch.zeros_like)}
+    for beta in (1.0, 4.0):
+        rules[f"tilted, β = {beta:g}, t = 0.5"] = (0.5, lambda s, b=beta: page["tilted"](s, b))
+    draw_pushes(axis, page, rules)
+    # the same as β = 4
+    axis.plot(COSINES, 100 * (COSINES / 0.1).softmax(0), "k:", lw=2.5, label="InfoNCE, t = 0.1")
+    axis.legend(fontsize="small")
+    save(figure, "push")
+
+
+def top(page):
+    """Draw which of 60 negatives on a circle are kept."""
+    random = torch.Generator().manual_seed(3)
+    angles = 2 * math.pi * torch.rand(60, generator=random)
+    kept = angles.cos() >= angles.cos().topk(9).values[-1]
+    figure, (axis,) = panels(width=3.4)
+    for some, label, color in ((kept, "kept, α = 0.15", "C1"), (~kept, "dropped", "0.7")):
+        axis.scatter(angles[some].cos(), angles[some].sin(), color=color, label=label, s=18)
+    axis.scatter(1, 0, marker="*", s=160, color="C0", label="anchor")
+    axis.set(aspect="equal", xticks=[], yticks=[])
+    axis.legend(loc="center", fontsize="small")
+    save(figure, "top")
+
+
+def plan(page):
+    """Draw tilted weights and a transport plan, where one image is near to all others."""
+    random = torch.Generator().manual_seed(0)
+    z = torch.randn(12, 8, generator=random)
+    z[0] = 0.8 * z[1:].mean(0) + 0.1 * z[0]
+    z = F.normalize(z, dim=1)
+    logits = (z @ z.T / 0.5).fill_diagonal_(-math.inf)
+    figure, axes = panels(2, 3.8)
+    rules = {"tilted, β = 5": page["tilted"](logits, 5.0), "transport": page["transported"](logits)}
+    for axis, (title, log_w) in zip(axes, rules.items(), strict=True):
+        weights = log_w.softmax(1)
+        picture = axis.imshow(weights, vmin=0, vmax=0.5, cmap="Blues")
+        most = 100 * weights.sum(0).max() / 12
+        axis.set(title=f"{title}: one image gets {most:.0f} %", xticks=[], yticks=[])
+        axis.set(xlabel="negative", ylabel="anchor")
+    figure.colorbar(picture, ax=axes, label="share of the row")
+    save(figure, "plan")
+
+
+def draw_candidates(page, name, kinds):
+    """Draw the cosine of the nearest candidate of each point, of several kinds of candidates."""
+    figure, (axis,) = panels()
+    for label, values in kinds.items():
+        axis.hist(values.numpy(), 40, range=(0, 1), histtype="step", lw=1.6, label=label)
+    axis.set(xlabel="cosine of the nearest negative", ylabel="of 2000 points")
+    axis.legend(loc="upper left", fontsize="small")
+    save(figure, name)
+
+
+def found_negatives(page):
+    """Draw how near the nearest negative is: in a batch, in a bank, mined and generated."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        encoder = page["train"](lambda x, y, *_: page["infonce"](x, y, t=0.1))
+        page["mixer"].reset_parameters()
+        against = page["train"](page["generated"])
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        x, y = page["two_views"](encoder, page["points"], random)
+        cosines = (x @ y.T).fill_diagonal_(-1)
+        batch = torch.stack([torch.randperm(2000, generator=random)[:63] for _ in range(2000)])
+        in_batch = cosines.gather(1, batch).amax(1)
+        of_mined = cosines.topk(8).indices[torch.arange(2000), torch.randint(8, (2000,))]
+        mined = torch.maximum(in_batch, cosines[torch.arange(2000), of_mined])
+        real, _ = page["two_views"](against, page["points"], random)
+        latent = torch.randn(2000, 16, generator=random)
+        batch_of_mix = torch.randperm(2000, generator=random)[:64].expand(2000, -1)
+        shares = (4 * page["mixer"](latent)).softmax(1)
+        mixed = (shares[:, :, None] * page["points"][batch_of_mix]).sum(1)
+        made, again = page["two_views"](against, mixed, random)
+        between = (made @ again.T).fill_diagonal_(-1)
+        of_real = (real @ real.T).fill_diagonal_(-1)
+    draw_candidates(
+        page, "bank", {"in a batch of 64": in_batch, "in a bank of 2000": cosines.amax(1)}
+    )
+    draw_candidates(page, "mined", {"in a batch": in_batch, "with a mined one": mined})
+    kinds = {
+        "real points, batches of 64": nearest_in_batches(of_real),
+        "generated": nearest_in_batches(between),
+    }
+    draw_candidates(page, "generated", kinds)
+
+
+def nearest_in_batches(cosines):
+    """Return the cosine of the nearest of 63 others, for each point of random batches."""
+    parts = []
+    order = torch.randperm(2000, generator=torch.Generator().manual_seed(1))
+    for rows in order.split(64):
+        parts.append(cosines[rows][:, rows].amax(1))
+    return torch.cat(parts)
+
+
+if __name__ == "__main__":
+    page = run_the_page()
+    for draw in (sphere, pull, false_negative, push, top, plan, found_negatives):
+        draw(page)
+        print(draw.__doc__)
