@@ -1,0 +1,189 @@
+"""Print and draw what explains a gain: python benchmarks/cause.py
+
+It reads the results that `studies.py cause-search cause cause-t cause-tiny` recorded, prints the
+tables of CAUSE.md beside it, and draws results/cause.png and results/curves-effective.png.
+"""
+
+import math
+from statistics import mean, stdev
+
+import studies
+from matplotlib import pyplot as plt
+from scipy import stats
+
+from training import report
+
+COLD = studies.EFFECTIVE[0]
+FACTORS = {  # question: the cell that has it, the same cell without it
+    "gradient through tilted weights": ("tilted nce", "tilted-held nce"),
+    "… under `decoupled`": ("tilted decoupled", "uniform decoupled"),
+    "gradient through the coupling": ("transported nce", "transported-held nce"),
+    "tilted weights, held": ("tilted-held nce", "uniform nce"),
+    "the coupling, held": ("transported-held nce", "uniform nce"),
+    "top, α = 0.3": ("top nce", "uniform nce"),
+    "debiasing, τ⁺ = 1/(N + 1)": ("uniform 1/N", "uniform nce"),
+    "decoupling": ("uniform decoupled", "uniform nce"),
+    "a smaller temperature, 0.045": ("uniform nce 0.045", "uniform nce"),
+}
+SETS = {"cause": "CIFAR-10", "cause-tiny": "Tiny ImageNet"}
+
+
+def row_of(found, name, t=COLD):
+    """Return the runs of a cell, by seed; its name may end in a temperature of its own."""
+    if name not in found:
+        name = f"{name} {t}"
+    return sorted(found.get(name, []), key=lambda run: run["seed"])
+
+
+def effect(found, one, other, t=COLD, figure="linear"):
+    """Return the mean difference of two cells, paired by seed, and half its 95 % interval."""
+    pairs = zip(row_of(found, one, t), row_of(found, other, t), strict=False)
+    gaps = [a[figure] - b[figure] for a, b in pairs]
+    return interval(gaps)
+
+
+def interval(values):
+    """Return a mean, and half of Student's interval of 95 %."""
+    factor = stats.t.ppf(0.975, len(values) - 1)
+    return mean(values), factor * stdev(values) / math.sqrt(len(values))
+
+
+def written(middle, half):
+    """Write a difference with its interval; in bold if 0 lies outside."""
+    text = f"{middle:+.1f} ± {half:.1f}".replace("-", "−")
+    if abs(middle) > half:
+        text = f"**{text}**"
+    return text
+
+
+def write(title, lines):
+    """Print lines of cells as a Markdown table."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    print(f"{title}\n")
+    print("\n".join(f"| {' | '.join(line)} |" for line in lines), end="\n\n")
+
+
+def search_table():
+    """Print the design: one run a cell, on the validation split."""
+    found = studies.read("cause-search")
+    lines = [["weights", *studies.OBJECTIVES, *(f"nce, {t}" for t in studies.EFFECTIVE[1:])]]
+    for weights in studies.WEIGHTS:
+        cells = [(f"{weights} {objective}", COLD) for objective in studies.OBJECTIVES]
+        cells += [(f"{weights} nce", t) for t in studies.EFFECTIVE[1:]]
+        accuracies = [row_of(found, *cell)[0]["linear"] for cell in cells]
+        lines.append([weights, *(f"{x:.1f}" for x in accuracies)])
+    write("Linear readout, %, one run a cell", lines)
+    lines = [["factor", "mean difference", "cells"]]
+    for kind in ("tilted", "transported"):
+        gaps = []
+        for name, runs in found.items():
+            weights, rest = name.split(" ", 1)
+            if weights == kind:
+                gaps.append(runs[0]["linear"] - found[f"{kind}-held {rest}"][0]["linear"])
+        lines.append([f"gradient through {kind}", written(*interval(gaps)), f"{len(gaps)}"])
+    for objective in list(studies.OBJECTIVES)[1:]:
+        gaps = []
+        for weights in studies.WEIGHTS:
+            with_it, without = (row_of(found, f"{weights} {x}")[0] for x in (objective, "nce"))
+            gaps.append(with_it["linear"] - without["linear"])
+        lines.append([f"{objective} instead of nce", written(*interval(gaps)), f"{len(gaps)}"])
+    write("The same by factor, paired by cell", lines)
+
+
+def cells_table():
+    """Print the deciding cells, five seeds each."""
+    for name, title in SETS.items():
+        found = studies.read(name)
+        columns = ["linear %", "kNN %", "over uniform nce", "t_eff measured", "uniformity"]
+        lines = [["cell", *columns, "tolerance"]]
+        for cell in found:
+            runs = row_of(found, cell)
+            cold = [run["history"][-1]["temperature_effective"] for run in runs]
+            over = ""
+            if cell != f"uniform nce {COLD}":
+                over = written(*effect(found, cell, "uniform nce"))
+            line = [cell, *(report.spread([run[x] for run in runs]) for x in ("linear", "knn"))]
+            line += [over, f"{mean(cold):.3f}"]
+            for figure in ("uniformity", "tolerance"):
+                line.append(f"{mean(run[figure] for run in runs):.2f}")
+            lines.append(line)
+        write(f"{title}, n = {len(runs)}", lines)
+
+
+def factors_table():
+    """Print what each factor changes, with all else equal."""
+    sets = {title: studies.read(name) for name, title in SETS.items()}
+    lines = [["factor", "cells"]]
+    for title in sets:
+        lines[0] += [f"{title}, linear", "kNN"]
+    for factor, (one, other) in FACTORS.items():
+        line = [factor, f"{one} − {other}"]
+        for found in sets.values():
+            if row_of(found, one):
+                figures = [effect(found, one, other, figure=x) for x in ("linear", "knn")]
+                line += [written(*figure) for figure in figures]
+            else:
+                line += ["", ""]
+        lines.append(line)
+    write("One factor at a time, points, 95 % intervals", lines)
+    found = studies.read("cause-t")
+    lines = [["t_eff", "gradient through tilted weights", "tilted weights, held"]]
+    for t in studies.EFFECTIVE[1:]:
+        gradient = effect(found, "tilted nce", "tilted-held nce", t)
+        held = effect(found, "tilted-held nce", "uniform nce", t)
+        lines.append([f"{t}", written(*gradient), written(*held)])
+    write("At larger effective temperatures, CIFAR-10", lines)
+
+
+def draw_factors():
+    """Draw the difference that each factor makes, with its interval."""
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    for k, (name, title) in enumerate(SETS.items()):
+        found = studies.read(name)
+        for place, (one, other) in enumerate(FACTORS.values()):
+            if row_of(found, one):
+                middle, half = effect(found, one, other)
+                label = title if place == 0 else None
+                options = {"fmt": "o", "color": f"C{k}", "label": label, "capsize": 3}
+                axis.errorbar(middle, -place - 0.2 * k, xerr=half, **options)
+    axis.axvline(0, color="k", lw=0.8)
+    axis.set_yticks([-place - 0.1 for place in range(len(FACTORS))], list(FACTORS))
+    axis.set(xlabel="difference of linear readout, points, 95 % intervals")
+    axis.legend()
+    figure.savefig(studies.HERE / "results" / "cause.png", dpi=110)
+
+
+def effective(options):
+    """Return the effective temperature of a recorded run: t / (1 + β), t · ε / (t + ε), or t."""
+    t = options["temperature"]
+    if options["loss"] == "hcl":
+        return t / (1 + options["beta"])
+    if options["loss"] == "ot":
+        return t * options["epsilon"] / (t + options["epsilon"])
+    return t
+
+
+def draw_curves():
+    """Draw accuracy over t, and beside it over the effective temperature."""
+    names = {"cifar10-t": "CIFAR-10", "tiny-t": "Tiny ImageNet"}
+    figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", sharey="row")
+    for (name, title), row in zip(names.items(), axes, strict=True):
+        found = studies.read(name)
+        for loss in ("simclr", "hcl", "ot"):
+            runs = [found[f"{loss}-{t}"][0] for t in studies.TEMPERATURES]
+            accuracies = [run["linear"] for run in runs]
+            colds = [effective(run["options"]) for run in runs]
+            row[0].plot(studies.TEMPERATURES, accuracies, ".-", label=loss)
+            row[1].plot(colds, accuracies, ".-", label=loss)
+        row[0].set(xscale="log", xlabel="temperature", ylabel=f"{title}, linear readout, %")
+        row[1].set(xscale="log", xlabel="effective temperature")
+    axes[0][0].legend()
+    figure.savefig(studies.HERE / "results" / "curves-effective.png", dpi=110)
+
+
+if __name__ == "__main__":
+    search_table()
+    cells_table()
+    factors_table()
+    draw_factors()
+    draw_curves()
