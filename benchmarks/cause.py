@@ -56,15 +56,14 @@ def written(middle, half):
     return text
 
 
-def write(title, lines):
-    """Print lines of cells as a Markdown table."""
+def text_of(lines):
+    """Write lines of cells as a Markdown table."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    print(f"{title}\n")
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines), end="\n\n")
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def search_table():
-    """Print the design: one run a cell, on the validation split."""
+    """Write the design: one run a cell, on the validation split."""
     found = studies.read("cause-search")
     lines = [["weights", *studies.OBJECTIVES, *(f"nce, {t}" for t in studies.EFFECTIVE[1:])]]
     for weights in studies.WEIGHTS:
@@ -72,7 +71,12 @@ def search_table():
         cells += [(f"{weights} nce", t) for t in studies.EFFECTIVE[1:]]
         accuracies = [row_of(found, *cell)[0]["linear"] for cell in cells]
         lines.append([weights, *(f"{x:.1f}" for x in accuracies)])
-    write("Linear readout, %, one run a cell", lines)
+    return text_of(lines)
+
+
+def search_factors():
+    """Write what each factor changes in the design, paired by cell."""
+    found = studies.read("cause-search")
     lines = [["factor", "mean difference", "cells"]]
     for kind in ("tilted", "transported"):
         gaps = []
@@ -87,31 +91,30 @@ def search_table():
             with_it, without = (row_of(found, f"{weights} {x}")[0] for x in (objective, "nce"))
             gaps.append(with_it["linear"] - without["linear"])
         lines.append([f"{objective} instead of nce", written(*interval(gaps)), f"{len(gaps)}"])
-    write("The same by factor, paired by cell", lines)
+    return text_of(lines)
 
 
-def cells_table():
-    """Print the deciding cells, five seeds each."""
-    for name, title in SETS.items():
-        found = studies.read(name)
-        columns = ["linear %", "kNN %", "over uniform nce", "t_eff measured", "uniformity"]
-        lines = [["cell", *columns, "tolerance"]]
-        for cell in found:
-            runs = row_of(found, cell)
-            cold = [run["history"][-1]["temperature_effective"] for run in runs]
-            over = ""
-            if cell != f"uniform nce {COLD}":
-                over = written(*effect(found, cell, "uniform nce"))
-            line = [cell, *(report.spread([run[x] for run in runs]) for x in ("linear", "knn"))]
-            line += [over, f"{mean(cold):.3f}"]
-            for figure in ("uniformity", "tolerance"):
-                line.append(f"{mean(run[figure] for run in runs):.2f}")
-            lines.append(line)
-        write(f"{title}, n = {len(runs)}", lines)
+def cells_table(name):
+    """Write the deciding cells of a study."""
+    found = studies.read(name)
+    columns = ["linear %", "kNN %", "over uniform nce", "t_eff measured", "uniformity", "tolerance"]
+    lines = [["cell", *columns]]
+    for cell in found:
+        runs = row_of(found, cell)
+        cold = [run["history"][-1]["temperature_effective"] for run in runs]
+        over = ""
+        if cell != f"uniform nce {COLD}":
+            over = written(*effect(found, cell, "uniform nce"))
+        line = [cell, *(report.spread([run[x] for run in runs]) for x in ("linear", "knn"))]
+        line += [over, f"{mean(cold):.3f}"]
+        for figure in ("uniformity", "tolerance"):
+            line.append(f"{mean(run[figure] for run in runs):.2f}")
+        lines.append(line)
+    return text_of(lines)
 
 
 def factors_table():
-    """Print what each factor changes, with all else equal."""
+    """Write what each factor changes, with all else equal."""
     sets = {title: studies.read(name) for name, title in SETS.items()}
     lines = [["factor", "cells"]]
     for title in sets:
@@ -119,20 +122,32 @@ def factors_table():
     for factor, (one, other) in FACTORS.items():
         line = [factor, f"{one} − {other}"]
         for found in sets.values():
-            if row_of(found, one):
-                figures = [effect(found, one, other, figure=x) for x in ("linear", "knn")]
-                line += [written(*figure) for figure in figures]
-            else:
-                line += ["", ""]
+            for figure in ("linear", "knn"):
+                known = row_of(found, one)
+                line.append(written(*effect(found, one, other, figure=figure)) if known else "")
         lines.append(line)
-    write("One factor at a time, points, 95 % intervals", lines)
+    return text_of(lines)
+
+
+def warm_table():
+    """Write what the gradient and the weights change at larger effective temperatures."""
     found = studies.read("cause-t")
     lines = [["t_eff", "gradient through tilted weights", "tilted weights, held"]]
     for t in studies.EFFECTIVE[1:]:
         gradient = effect(found, "tilted nce", "tilted-held nce", t)
         held = effect(found, "tilted-held nce", "uniform nce", t)
         lines.append([f"{t}", written(*gradient), written(*held)])
-    write("At larger effective temperatures, CIFAR-10", lines)
+    return text_of(lines)
+
+
+def tables():
+    """Yield the tables of the page, each with a title."""
+    yield "linear readout, %, one run a cell", search_table()
+    yield "the same by factor, paired by cell", search_factors()
+    for name, title in SETS.items():
+        yield f"{title}, five seeds", cells_table(name)
+    yield "one factor at a time: points, with 95 % intervals", factors_table()
+    yield "at larger effective temperatures, CIFAR-10, three seeds", warm_table()
 
 
 def draw_factors():
@@ -182,8 +197,7 @@ def draw_curves():
 
 
 if __name__ == "__main__":
-    search_table()
-    cells_table()
-    factors_table()
+    for title, table in tables():
+        print(f"{title}\n{table}\n")
     draw_factors()
     draw_curves()

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,8 @@ from torch import distributed
 
 from training import report, require, runs
 from training.images import read
+
+BASELINES = "simclr", "SimCLR"
 
 
 def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
@@ -75,14 +76,37 @@ def linear_of_row(row: tuple) -> float:
 
 
 def table_of(found: dict[str, list]) -> str:
-    """Write {name: results of each seed} as a Markdown table."""
+    """Write {name: results of each seed} as a Markdown table.
+    If one row is `simclr`, the last column has each row's difference to it."""
     some = next(iter(found.values()))
     rows = {f"`{name}`": results for name, results in found.items()}
     rows["untrained encoder"] = [run["untrained"] for run in some]
     rows["raw pixels"] = [some[0]["raw"]]
     lines = report.cells(rows)
+    baseline = baseline_of(found)
+    if baseline in BASELINES and len(some) > 1:
+        lines[0].append(f"linear, over `{baseline}`")
+        gaps = [gap_to(baseline, name, found) for name in found]
+        for line, gap in zip(lines[1:], gaps + ["", ""], strict=True):
+            line.append(gap)
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def baseline_of(found: dict[str, list]) -> str:
+    """Return the row that the others are compared with: SimCLR, or else the first."""
+    for name in BASELINES:
+        if name in found:
+            return name
+    return next(iter(found))
+
+
+def gap_to(baseline: str, name: str, found: dict[str, list]) -> str:
+    """Write the difference of a row to the baseline, ± its standard error."""
+    if name == baseline:
+        return ""
+    gap, error = difference(found[name], found[baseline])
+    return f"{gap:+.1f} ± {error:.1f}"
 
 
 def difference(one: list, other: list, figure: str = "linear") -> tuple[float, float]:
@@ -95,19 +119,22 @@ def difference(one: list, other: list, figure: str = "linear") -> tuple[float, f
 
 
 def verdict(found: dict[str, list]) -> str:
-    """Say which differences of linear accuracy exceed twice their standard error."""
+    """Say which rows differ from the baseline by more than twice the standard error."""
     some = next(iter(found.values()))
     n = len(some)
     if n < 2 or len(found) < 2 or some[0]["linear"] is None:
         return "No difference can be judged: that takes two losses, two seeds and classes."
+    baseline = baseline_of(found)
     exceeding, others = [], []
-    for name, other in itertools.combinations(found, 2):
-        gap, error = difference(found[name], found[other])
-        said = exceeding if abs(gap) > 2 * error else others
-        said.append(f"{name} − {other} {gap:.1f} ± {error:.1f}")
+    for name in found:
+        if name != baseline:
+            gap, error = difference(found[name], found[baseline])
+            said = exceeding if abs(gap) > 2 * error else others
+            said.append(f"{name} {gap_to(baseline, name, found)}")
     odds = {2: 30, 3: 18, 4: 14, 5: 12}.get(n, 10)  # Student's t beyond 2, in percent
-    text = f"Differences over {n} seeds, paired, ± standard error. They exceed twice the error: "
-    text += f"{', '.join(exceeding) or 'none'}. They do not: {', '.join(others) or 'none'}. "
+    text = f"Differences to {baseline} over {n} seeds, paired, ± standard error. "
+    text += f"They exceed twice the error: {', '.join(exceeding) or 'none'}. "
+    text += f"They do not: {', '.join(others) or 'none'}. "
     return text + f"Of differences that are none, {odds} % exceed it."
 
 

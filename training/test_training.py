@@ -37,6 +37,7 @@ from training.images import Images
 
 HERE = Path(__file__).resolve().parent.parent
 README, MORE = ((HERE / folder / "README.md").read_text() for folder in (".", "benchmarks"))
+CAUSE = (HERE / "benchmarks" / "CAUSE.md").read_text()
 ALONE = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}  # no threads that wait
 FIGURES = "linear knn uniformity tolerance untrained raw".split()  # the numbers of results.json
 # 80 images, two steps in an epoch
@@ -433,7 +434,8 @@ class TestReport:
 
 def row(*values):
     """Make results of a row with these linear accuracies."""
-    return [{"linear": value} for value in values]
+    start = {"linear": 5.0}
+    return [{"linear": value, "untrained": start, "raw": start} for value in values]
 
 
 class TestCompare:
@@ -483,7 +485,13 @@ class TestCompare:
 
     def test_verdict(self):
         found = {"b": row(12.0, 22.0, 32.5), "c": row(9.0, 23.0, 30.5), "a": row(10.0, 20.0, 30.0)}
-        assert re.search("b − a 2.2 ± 0.2. They do not: .*b − c .*c − a", compare.verdict(found))
+        assert "error: a -2.2 ± 0.2. They do not: c -1.3 ± 1.2" in compare.verdict(found)
+        with_baseline = {"b": found["b"], "c": found["c"], "simclr": found["a"]}
+        said = compare.verdict(with_baseline)
+        assert "to simclr over 3" in said and "error: b +2.2 ± 0.2. They do not: c +0.8" in said
+        header, _, *lines = compare.table_of(with_baseline).splitlines()
+        assert "over `simclr`" in header and "+2.2 ± 0.2 |" in lines[0]
+        assert all(line.endswith("|  |") for line in lines[2:])
         assert compare.verdict({"a": row(10.0)}).startswith("No difference")
 
 
@@ -1175,10 +1183,12 @@ class TestReadme:
     def test_tables_are_of_the_recorded_runs(self, path, monkeypatch):
         """All rows are shown, and no others below the same header."""
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
-        results, text = json.loads(path.read_text()), f"{README}\n{MORE}"
+        results, text = json.loads(path.read_text()), f"{README}\n{MORE}\n{CAUSE}"
         has_program = (HERE / "benchmarks" / f"{path.stem}.py").exists()
         program = importlib.import_module(path.stem if has_program else "studies")
         is_study = not has_program
+        if path.stem.startswith("cause"):
+            return  # these have a page of their own
         if hasattr(program, "Results"):
             results = program.Results(path, {})
         for table in program.table(path.stem if is_study else results).split("\n\n"):
@@ -1199,7 +1209,13 @@ class TestReadme:
             assert len(counts) == 1
             assert all(run["seed"] in seeds for some in results.values() for run in some)
 
+    def test_the_cause_has_its_tables(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
+        for title, table in importlib.import_module("cause").tables():
+            assert table in CAUSE, title
+
     def test_links_lead_to_files(self):
-        for folder, page in ((HERE, README), (HERE / "benchmarks", MORE)):
+        pages = {README: HERE, MORE: HERE / "benchmarks", CAUSE: HERE / "benchmarks"}
+        for page, folder in pages.items():
             for link in re.findall(r"\]\(([^)#]+)", page):
                 assert link.startswith("https://") or (folder / link).stat().st_size > 1000, link
