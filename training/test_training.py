@@ -37,7 +37,8 @@ from training.images import Images
 
 HERE = Path(__file__).resolve().parent.parent
 README, MORE = ((HERE / folder / "README.md").read_text() for folder in (".", "benchmarks"))
-CAUSE = (HERE / "benchmarks" / "CAUSE.md").read_text()
+CAUSE, THEOREMS = ((HERE / "benchmarks" / f"{x}.md").read_text() for x in ("CAUSE", "THEOREMS"))
+TUTORIAL = (HERE / "tutorial" / "README.md").read_text()
 ALONE = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}  # no threads that wait
 FIGURES = "linear knn uniformity tolerance untrained raw".split()  # the numbers of results.json
 # 80 images, two steps in an epoch
@@ -1216,6 +1217,7 @@ class TestReadme:
 
     def test_links_lead_to_files(self):
         pages = {README: HERE, MORE: HERE / "benchmarks", CAUSE: HERE / "benchmarks"}
+        pages |= {THEOREMS: HERE / "benchmarks", TUTORIAL: HERE / "tutorial"}
         for page, folder in pages.items():
             for link in re.findall(r"\]\(([^)#]+)", page):
                 assert link.startswith("https://") or (folder / link).stat().st_size > 1000, link
