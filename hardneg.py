@@ -319,12 +319,15 @@ def debiased(
         log_mean = log_sum(pos) - math.log(pos.shape[1])
     else:
         log_mean = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
-    log_tau, log_others, floor = math.log(tau_plus), math.log1p(-tau_plus), log_n - 1 / temperature
+    log_tau = math.log(tau_plus)
+    log_others = math.log1p(-tau_plus)
+    floor = log_n - 1 / temperature
     if debias == "exact":
         log_tau = _log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
         log_others = _log_difference(torch.zeros_like(log_tau), log_tau)
-        floor = debiased(pos, neg, uniform(neg), tau_plus, temperature, uniform(pos))
-        floor = floor + log_n - log_sum(uniform(neg))
+        alike = uniform(neg)
+        floor = debiased(pos, neg, alike, tau_plus, temperature, uniform(pos))
+        floor = floor + log_n - log_sum(alike)
     log_false = log_n + log_tau + log_mean
     rest = _log_difference(total, log_false) - log_others
     nothing_left = log_false >= total
