@@ -309,7 +309,7 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
     "cause-tiny": (
         "tiny",
         FIVE,
-        dict(fraction=0.2, size=32, epochs=8, batch_size=128, lr=0.002),
+        dict(fraction=0.4, size=32, epochs=6, batch_size=128, lr=0.002),
         rows_of_cause(EFFECTIVE[:1], WEIGHTS, ["nce"])
         | rows_of_cause(EFFECTIVE[:1], ["uniform"], ["decoupled"]),
     ),

@@ -89,7 +89,7 @@ def pull(page):
         pulls = [-slopes(nce, p, negatives, t)[0] * t for p in places]
         axis.plot(places, torch.stack(pulls), label=f"InfoNCE, t = {t}")
     axis.plot(places, torch.ones(len(places)), "k:", label="decoupled")
-    axis.set(xlabel="cosine of the positive", ylabel="pull on its logit", ylim=(0, 1.1))
+    axis.set(xlabel="cosine of the positive", ylabel="pull, per logit", ylim=(0, 1.1))
     axis.legend()
     save(figure, "pull")
 
@@ -121,7 +121,7 @@ def false_negative(page):
     axis.bar(places, pushes, 0.25, label="on the false negatives")
     axis.bar(places + 0.25, net, 0.25, label="on the class, in sum")
     axis.axhline(0, color="k", lw=0.8)
-    axis.set(ylabel="pull")
+    axis.set(ylabel="pull, per cosine, t = 0.5")
     axis.set_xticks(places, list(losses))
     axis.legend(fontsize="small")
     save(figure, "false_negative")
@@ -143,23 +143,27 @@ def push(page):
     figure, (axis,) = panels()
     rules = {"InfoNCE, t = 0.5": (0.5, torch.zeros_like)}
     for beta in (1.0, 4.0):
-        rules[f"tilted, β = {beta:g}, t = 0.5"] = (0.5, lambda s, b=beta: page["tilted"](s, b))
+        rules[f"tilted, held, β = {beta:g}, t = 0.5"] = (
+            0.5,
+            lambda s, b=beta: page["tilted"](s, b),
+        )
     draw_pushes(axis, page, rules)
     # the same as β = 4
-    axis.plot(COSINES, 100 * (COSINES / 0.1).softmax(0), "k:", lw=2.5, label="InfoNCE, t = 0.1")
+    axis.lines[-1].set(linewidth=5, alpha=0.5)
+    axis.plot(COSINES, 100 * (COSINES / 0.1).softmax(0), "k:", label="InfoNCE, t = 0.1")
     axis.legend(fontsize="small")
     save(figure, "push")
 
 
 def top(page):
-    """Draw which of 60 negatives on a circle are kept."""
+    """Draw which of 126 negatives on a circle are kept."""
     random = torch.Generator().manual_seed(3)
-    angles = 2 * math.pi * torch.rand(60, generator=random)
-    kept = angles.cos() >= angles.cos().topk(9).values[-1]
+    angles = 2 * math.pi * torch.rand(126, generator=random)
+    kept = angles.cos() >= angles.cos().topk(math.ceil(0.03 * 126)).values[-1]
     figure, (axis,) = panels(width=3.4)
-    for some, label, color in ((kept, "kept, α = 0.15", "C1"), (~kept, "dropped", "0.7")):
+    for some, label, color in ((kept, "kept, α = 0.03", "C1"), (~kept, "dropped", "0.7")):
         axis.scatter(angles[some].cos(), angles[some].sin(), color=color, label=label, s=18)
-    axis.scatter(1, 0, marker="*", s=160, color="C0", label="anchor")
+    axis.scatter(1.15, 0, marker="*", s=160, color="C0", label="anchor")
     axis.set(aspect="equal", xticks=[], yticks=[])
     axis.legend(loc="center", fontsize="small")
     save(figure, "top")
@@ -168,17 +172,20 @@ def top(page):
 def plan(page):
     """Draw tilted weights and a transport plan, where one image is near to all others."""
     random = torch.Generator().manual_seed(0)
-    z = torch.randn(12, 8, generator=random)
-    z[0] = 0.8 * z[1:].mean(0) + 0.1 * z[0]
+    z = torch.eye(12) + 0.1 * torch.randn(12, 12, generator=random)
+    z[:, 0] = 1  # the first is in the middle of all others
     z = F.normalize(z, dim=1)
     logits = (z @ z.T / 0.5).fill_diagonal_(-math.inf)
     figure, axes = panels(2, 3.8)
-    rules = {"tilted, β = 5": page["tilted"](logits, 5.0), "transport": page["transported"](logits)}
+    rules = {
+        "tilted, β = 5": page["tilted"](logits, 5.0),
+        "transport, ε = 0.1": page["transported"](logits),
+    }
     for axis, (title, log_w) in zip(axes, rules.items(), strict=True):
         weights = log_w.softmax(1)
         picture = axis.imshow(weights, vmin=0, vmax=0.5, cmap="Blues")
-        most = 100 * weights.sum(0).max() / 12
-        axis.set(title=f"{title}: one image gets {most:.0f} %", xticks=[], yticks=[])
+        first = 100 * weights[:, 0].sum() / 12
+        axis.set(title=f"{title}: the first gets {first:.0f} %", xticks=[], yticks=[])
         axis.set(xlabel="negative", ylabel="anchor")
     figure.colorbar(picture, ax=axes, label="share of the row")
     save(figure, "plan")
