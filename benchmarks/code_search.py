@@ -332,14 +332,15 @@ class Results:
         return {run["seed"]: run for run in runs if run["settings"] == settings}
 
 
-def path_of(corpus: dict, epochs: int, limit: int | None, out: Path) -> Path:
+def path_of(record: Path, corpus: dict, args: argparse.Namespace) -> Path:
     """Choose the file of results: the record of the project, unless it is of other runs."""
-    if limit is None and epochs == EPOCHS:
-        if not RECORD.exists():
-            return RECORD
-        if json.loads(RECORD.read_text())["corpus"]["sha256"] == corpus["sha256"]:
-            return RECORD
-    return out / f"code_search-{corpus['sha256'][:8]}-{limit or 'all'}-{epochs}.json"
+    if args.limit is None and args.epochs == EPOCHS:
+        if not record.exists():
+            return record
+        if json.loads(record.read_text())["corpus"]["sha256"] == corpus["sha256"]:
+            return record
+    runs = f"{corpus['sha256'][:8]}-{args.limit or 'all'}-{args.epochs}"
+    return args.out / f"{record.stem}-{runs}.json"
 
 
 class Study:
@@ -457,22 +458,28 @@ def interval(gaps: list[float]) -> str:
     return f"{mean(gaps):+.1f} ± {half:.1f}"
 
 
-def main():
-    """Train what is not recorded yet, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", default=SHORT)
-    parser.add_argument("--all", action="store_true", help="all rows")
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """Make a parser with the flags of an experiment on the corpus."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--limit", type=int, metavar="PAIRS", help="only so many of the corpus")
     parser.add_argument("--out", type=Path, default=Path("runs", "code_search"))
     parser.add_argument("--table", action="store_true", help="print the record, train nothing")
+    return parser
+
+
+def main():
+    """Train what is not recorded yet, and print the table."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", default=SHORT)
+    parser.add_argument("--all", action="store_true", help="all rows")
     args = parser.parse_args()
     if args.table:
         print(table(Results(RECORD, {})))
         return
     corpus = code_corpus.load(args.out)
-    path = path_of(corpus, args.epochs, args.limit, args.out)
+    path = path_of(RECORD, corpus, args)
     about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
     results = Results(path, {"corpus": about, "epochs": args.epochs, "limit": args.limit})
     parts = code_corpus.split(corpus, args.limit)

@@ -18,9 +18,7 @@ goes to results/minimal_pairs.json at once and is not repeated; --table prints i
 corpora, --limit and --epochs have a file of their own, in --out.
 """
 
-import argparse
 import dataclasses
-import json
 import random
 import sys
 import time
@@ -48,7 +46,6 @@ from benchmarks.code_search import (
 )
 
 RECORD = Path(__file__).resolve().parent / "results" / "minimal_pairs.json"
-EPOCHS = 5
 TEMPERATURES = (0.05, 0.1, 0.2)
 RATE = 0.004  # no better MRR on the validation files, to 0.2, at half or twice the rate
 BLIND_EPOCHS, BLIND_RATE = 10, 0.002  # the epoch that is best on the validation files counts
@@ -409,18 +406,12 @@ def table(results: Results) -> str:
 
 def main():
     """Train what is not recorded yet, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--limit", type=int, metavar="PAIRS", help="only so many of the corpus")
-    parser.add_argument("--out", type=Path, default=Path("runs", "code_search"))
-    parser.add_argument("--table", action="store_true", help="print the record, train nothing")
-    args = parser.parse_args()
+    args = code_search.parser_of(__doc__).parse_args()
     if args.table:
         print(table(Results(RECORD, {})))
         return
     corpus = code_corpus.load(args.out)
-    path = path_of(corpus["sha256"], args)
+    path = code_search.path_of(RECORD, corpus, args)
     about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
     results = Results(path, {"corpus": about})
     results.found.pop("bm25", None)
@@ -432,14 +423,6 @@ def main():
         data[name] = in_order, doubles_of(part, opposites)
     Study(data, args.epochs, results).run(args.seeds)
     print(f"{table(results)}\n\nin {path}")
-
-
-def path_of(sha256: str, args: argparse.Namespace) -> Path:
-    """Choose the file of results: the record of the project, unless it is of other runs."""
-    if args.limit is None and args.epochs == EPOCHS:
-        if not RECORD.exists() or json.loads(RECORD.read_text())["corpus"]["sha256"] == sha256:
-            return RECORD
-    return args.out / f"minimal_pairs-{sha256[:8]}-{args.limit or 'all'}-{args.epochs}.json"
 
 
 if __name__ == "__main__":
