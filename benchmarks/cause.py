@@ -14,10 +14,13 @@ from scipy import stats
 from training import report
 
 COLD = studies.EFFECTIVE[0]
-FACTORS = {  # question: the cell that has it, the same cell without it
+GRADIENTS = {  # held weights under `decoupled` push as uniform ones do, so these are their control
     "gradient through tilted weights": ("tilted nce", "tilted-held nce"),
     "… under `decoupled`": ("tilted decoupled", "uniform decoupled"),
     "gradient through the coupling": ("transported nce", "transported-held nce"),
+}
+FACTORS = {  # question: the cell that has it, the same cell without it
+    **GRADIENTS,
     "tilted weights, held": ("tilted-held nce", "uniform nce"),
     "the coupling, held": ("transported-held nce", "uniform nce"),
     "top, α = 0.3": ("top nce", "uniform nce"),
@@ -37,9 +40,20 @@ def row_of(found, name, t=COLD):
 
 def effect(found, one, other, t=COLD, figure="linear"):
     """Return the mean difference of two cells, paired by seed, and half its 95 % interval."""
+    return interval(gaps_of(found, one, other, t, figure))
+
+
+def gaps_of(found, one, other, t=COLD, figure="linear"):
+    """Return the difference of two cells for each seed."""
     pairs = zip(row_of(found, one, t), row_of(found, other, t), strict=False)
-    gaps = [a[figure] - b[figure] for a, b in pairs]
-    return interval(gaps)
+    return [a[figure] - b[figure] for a, b in pairs]
+
+
+def effect_of_gradients(found, figure="linear"):
+    """Return the mean of the differences that GRADIENTS names, seed by seed, and its interval."""
+    known = [cells for cells in GRADIENTS.values() if row_of(found, cells[0])]
+    gaps = [gaps_of(found, *cells, figure=figure) for cells in known]
+    return interval([mean(of_seed) for of_seed in zip(*gaps, strict=True)])
 
 
 def interval(values):
@@ -126,6 +140,10 @@ def factors_table():
                 known = row_of(found, one)
                 line.append(written(*effect(found, one, other, figure=figure)) if known else "")
         lines.append(line)
+    line = ["the gradients above, mean", ""]
+    for found in sets.values():
+        line += [written(*effect_of_gradients(found, figure)) for figure in ("linear", "knn")]
+    lines.insert(1 + len(GRADIENTS), line)
     return text_of(lines)
 
 
