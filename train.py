@@ -11,7 +11,6 @@ import inspect
 import sys
 import time
 import warnings
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +59,7 @@ MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMe
 
 
 # To add an option: a field here (str, number, bool, Path); in FREE if it may change in a run; in
-# METHOD_DEFAULTS if it is a method's; in `folder` if its runs are to have folders of their own.
+# METHOD_DEFAULTS if it is a method's; in `runs.folder_of` if its runs are to have folders of their own.
 @dataclasses.dataclass
 class Options:
     """[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021"""
@@ -150,21 +149,7 @@ class Options:
             chosen["objective"] = "ppcl"  # nce knows no generated pairs
         for name, value in (chosen | {"loss": loss} | given).items():
             setattr(self, name, value)
-        self.out = Path(self.out or self.folder(f"{loss}-{self.seed}"))
-
-    def folder(self, last: str) -> Path:
-        """Name the output folder."""
-        path, method = Path(self.data).resolve(), self.method
-        data = path.name
-        if self.data not in KNOWN:  # folders of one name have different places
-            data += f"-{zlib.crc32(bytes(path)) % 10**4:04}"
-        if self.pairs is False:
-            method += "-no-pairs"
-        if self.ascent is False:
-            method += "-no-ascent"
-        if self.validation:
-            method += "-validation"
-        return Path("runs", f"{data}-{method}-{last}")
+        self.out = Path(self.out or runs.folder_of(self, f"{loss}-{self.seed}"))
 
     def has_effect(self, name: str) -> bool:
         """Whether the loss and the method of this run look at an option."""
@@ -372,7 +357,7 @@ def action_of(given: dict) -> Callable:
         check_run("--evaluate", folder)
         return functools.partial(report.transfer, folder, options, labelled)
     if losses:
-        out = given.get("out", options.folder("compare"))
+        out = given.get("out", runs.folder_of(options, "compare"))
         plan = compare.plan_of(rows, 3 if seeds is None else seeds, out)
         return functools.partial(compare.compare, plan, run, out)
     return functools.partial(run, options)

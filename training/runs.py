@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 import hardneg
 from training import UserError, require
+from training.images import KNOWN
 
 try:
     import fcntl
@@ -24,6 +26,21 @@ CHECKPOINT, RESULTS = "checkpoint.pt", "results.json"
 PICTURES = "curves nearest map histograms pairs compare".split()
 MADE = [CHECKPOINT, RESULTS, "report.html", "evaluate-*.json"]
 MADE += [f"{name}.png" for name in PICTURES]
+
+
+def folder_of(options, last: str) -> Path:
+    """Name the output folder of a run of `train.Options`."""
+    path, method = Path(options.data).resolve(), options.method
+    data = path.name
+    if options.data not in KNOWN:  # folders of one name have different places
+        data += f"-{zlib.crc32(bytes(path)) % 10**4:04}"
+    if options.pairs is False:
+        method += "-no-pairs"
+    if options.ascent is False:
+        method += "-no-ascent"
+    if options.validation:
+        method += "-validation"
+    return Path("runs", f"{data}-{method}-{last}")
 
 
 # ---- Files that are there whole or not at all --------------------------------------------------
