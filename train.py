@@ -59,7 +59,7 @@ MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMe
 
 
 # To add an option: a field here (str, number, bool, Path); in FREE if it may change in a run; in
-# METHOD_DEFAULTS if it is a method's; in `runs.folder_of` if its runs are to have folders of their own.
+# METHOD_DEFAULTS if it is a method's; in `runs.folder_of` if its runs have folders of their own.
 @dataclasses.dataclass
 class Options:
     """[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; [3] DiffHard, Wu 2023; [4] Wang & Liu 2021"""
