@@ -1083,6 +1083,8 @@ class Options:
         if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
             value = value.item() if _may_read(value) else 1.0
         fits = isinstance(value, numbers.Real) and low <= value < high
+        if name == "temperature":
+            allowed += ", or a tensor without dimensions"
         _require(fits, name, repr(value), f"a number {allowed}")
 
 
@@ -1121,7 +1123,13 @@ def _options_of(caller, given):
 def _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options):
     """Check that views, negatives, positive_index, negative_mask and labels fit together."""
     b, d = _check_views(views, negatives, group)
-    ranks = 1 if group is None else distributed.get_world_size(group)
+    ranks = 1
+    if group is not None:
+        known = isinstance(group, distributed.ProcessGroup)
+        _require(
+            known, "group", repr(group), "a process group, as torch.distributed.group.WORLD is"
+        )
+        ranks = distributed.get_world_size(group)
     a, n = b * len(views), ranks * b * len(views)
     shared = True
     if negatives is not None:
@@ -1131,21 +1139,25 @@ def _check_tensors(views, negatives, positive_index, negative_mask, labels, grou
         index = torch.as_tensor(positive_index)
         whole = not (index.is_floating_point() or index.dtype == torch.bool)
         fits = negatives is not None and index.shape == (b,) and whole
-        if fits and _may_read(index):
-            fits = bool(((index >= 0) & (index < n)).all())
-        got = f"{index.dtype} {tuple(index.shape)}"
-        allowed = f"with negatives, ({b},) whole numbers in [0, K)"
-        _require(fits, "positive_index", got, allowed)
+        allowed = f"({b},) whole numbers, rows of negatives="
+        _require(fits, "positive_index", _describe(index), allowed)
+        if _may_read(index):
+            low, high = index.min().item(), index.max().item()
+            fits = low >= 0 and high < n
+            _require(fits, "positive_index", f"from {low} to {high}", f"from 0 to {n - 1}")
     if negative_mask is not None:
         mask = torch.as_tensor(negative_mask)
         fits = mask.dtype == torch.bool and mask.shape in ((a, n), (n,))
         allowed = f"boolean ({a}, {n}), of each anchor and candidate, or ({n},)"
-        _require(fits, "negative_mask", f"{mask.dtype} {tuple(mask.shape)}", allowed)
+        _require(fits, "negative_mask", _describe(mask), allowed)
     if labels is not None:
         shape = tuple(torch.as_tensor(labels).shape)
-        fits = shape == ((b,) if negatives is None else (b + n,)) and shared
-        allowed = f"({b},), or with negatives (K, D) ({b} + K,)"
-        _require(fits, "labels", f"of shape {shape}", allowed)
+        wanted, allowed = (b,), f"({b},)"
+        if negatives is not None:
+            wanted = (b + n,)
+            allowed = f"({b} + {n},): of the samples, then of the rows of negatives (K, D)"
+        _require(shared, "labels", "given", "None with negatives (B, K, D)")
+        _require(shape == wanted, "labels", f"of shape {shape}", allowed)
 
 
 def _check_views(views, negatives, group):
@@ -1409,8 +1421,9 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
-    With negatives=gather(y, group), positive_index=rank * len(y) + torch.arange(len(y)), a rank's
-    rows y are candidates everywhere; the mean over ranks of their gradients is that of one process.
+    With negatives=gather(rows, group), positive_index=rank * len(rows) + i, the rows of each rank
+    are candidates everywhere, i (B,) those that show the samples themselves; the mean over ranks of
+    their gradients is that of one process. All ranks need equally many rows.
     Without a group: x itself."""
     if group is None or x is None:
         return x

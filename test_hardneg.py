@@ -2398,11 +2398,26 @@ class TestInvalidArguments:
     WRONG += [("positive_index", index, (5,)) for index in INDICES]
     WRONG += [("positive_index", [0, 1, 2, 0], (4, 2)), ("positive_index", [0, 1, 2, 3], ())]
     WRONG += [("negative_mask", torch.ones(4, 8).bool(), k) for k in ((), (7,), (4, 2))]
+    WRONG += [("group", "world", ()), ("group", True, ())]
 
     @pytest.mark.parametrize("name, value, k", [*WRONG, ("negative_mask", torch.ones(8, 8), ())])
     def test_other_tensors(self, name, value, k):
         bank = {"negatives": torch.ones(*k, 3)} if k else {}
         with pytest.raises(ValueError, match=rf"^{name} is "):
+            contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
+
+    SAID = [  # argument, its value, rows given; what the error says
+        ("labels", torch.zeros(4), (2,), "is of shape (4,); it must be (4 + 2)"),
+        ("labels", torch.zeros(4), (4, 2), "is given; it must be None with negatives (B, K, D)"),
+        ("positive_index", [0, 1, 2, 5], (5,), "is from 0 to 5; it must be from 0 to 4"),
+        ("positive_index", [0, 1, 2, 3], (), "it must be (4,) whole numbers, rows of negatives="),
+        ("temperature", torch.ones(1), (), "or a tensor without dimensions"),
+    ]
+
+    @pytest.mark.parametrize("name, value, k, said", SAID)
+    def test_errors_say_what_is_allowed(self, name, value, k, said):
+        bank = {"negatives": torch.ones(*k, 3)} if k else {}
+        with pytest.raises(hardneg.InvalidArgument, match=re.escape(said)):
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
     @pytest.mark.parametrize("loss", PRESETS)
