@@ -2407,7 +2407,7 @@ class TestInvalidArguments:
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
     SAID = [  # argument, its value, rows given; what the error says
-        ("labels", torch.zeros(4), (2,), "is of shape (4,); it must be (4 + 2)"),
+        ("labels", torch.zeros(4), (2,), "is of shape (4,); it must be (4 + 2,): of the samples"),
         ("labels", torch.zeros(4), (4, 2), "is given; it must be None with negatives (B, K, D)"),
         ("positive_index", [0, 1, 2, 5], (5,), "is from 0 to 5; it must be from 0 to 4"),
         ("positive_index", [0, 1, 2, 3], (), "it must be (4,) whole numbers, rows of negatives="),
