@@ -554,6 +554,9 @@ def losses_of(group):
     rows = hardneg.gather(torch.stack([texts, given], 1), group).flatten(0, 1)  # a ranking loss
     options = {"negatives": rows, "positive_index": 2 * share, "loss": "ot", "group": group}
     add(contrastive_loss(images, texts, **options))
+    rows = torch.cat([texts, given])  # the README's order
+    options["positive_index"] = rank * len(rows) + torch.arange(len(share))
+    add(contrastive_loss(images, texts, **options | {"negatives": hardneg.gather(rows, group)}))
     return found
 
 
