@@ -1671,6 +1671,22 @@ class TestTheorems:
     A statement that does not hold as printed has a test that shows where it fails.
     """
 
+    @pytest.mark.parametrize("beta", [0.5, 1.0, 3.0])
+    def test_hcl_is_a_plain_loss_at_another_temperature_to_second_order(self, beta):
+        """With its gradient: L(t/(1 + 2β)) / (1 + 2β), up to third order; held: t/(1 + β)."""
+
+        def slope(t, **options):
+            x = embeddings(0, 2, 8, 4).requires_grad_()
+            contrastive_loss(*x, objective="decoupled", temperature=t, **options).backward()
+            return t * x.grad
+
+        def distance(t):
+            tilted = slope(t, loss="hcl", beta=beta, tau_plus=0.0)
+            return (tilted - slope(t / (1 + 2 * beta))).norm().item()
+
+        far, near = distance(50.0), distance(100.0)
+        assert 3.8 < far / near < 4.2 and near < 1e-4
+
     SUMS = [(0, 1.197, 1.197), (1, 1.708, 2.106), (2, 2.401, 3.265), (4, 4.139, 5.147)]
 
     @pytest.mark.parametrize("beta, exact, published", SUMS)

@@ -14,19 +14,26 @@ from scipy import stats
 from training import report
 
 COLD = studies.EFFECTIVE[0]
-GRADIENTS = {  # held weights under `decoupled` push as uniform ones do, so these are their control
+GRADIENTS = {  # held weights under `decoupled` push as uniform ones do: these are their control
     "gradient through tilted weights": ("tilted nce", "tilted-held nce"),
-    "… under `decoupled`": ("tilted decoupled", "uniform decoupled"),
+    "the same, decoupled": ("tilted decoupled", "uniform decoupled"),
     "gradient through the coupling": ("transported nce", "transported-held nce"),
+}
+HELD = {
+    "tilted weights, held": ("tilted-held nce", "uniform nce"),
+    "the coupling, held": ("transported-held nce", "uniform nce"),
 }
 FACTORS = {  # question: the cell that has it, the same cell without it
     **GRADIENTS,
-    "tilted weights, held": ("tilted-held nce", "uniform nce"),
-    "the coupling, held": ("transported-held nce", "uniform nce"),
+    "tilted, against a plain loss as cold": ("tilted nce", "uniform decoupled 0.05"),
+    "the same, decoupled, as cold": ("tilted decoupled", "uniform decoupled 0.05"),
+    **HELD,
     "top, α = 0.3": ("top nce", "uniform nce"),
     "debiasing, τ⁺ = 1/(N + 1)": ("uniform 1/N", "uniform nce"),
     "decoupling": ("uniform decoupled", "uniform nce"),
-    "a smaller temperature, 0.045": ("uniform nce 0.045", "uniform nce"),
+    "a smaller temperature: 0.045": ("uniform nce 0.045", "uniform nce"),
+    "the same, decoupled: 0.05": ("uniform decoupled 0.05", "uniform decoupled"),
+    "the same, decoupled: 0.04": ("uniform decoupled 0.04", "uniform decoupled"),
 }
 SETS = {"cause": "CIFAR-10", "cause-tiny": "Tiny ImageNet"}
 
@@ -49,9 +56,9 @@ def gaps_of(found, one, other, t=COLD, figure="linear"):
     return [a[figure] - b[figure] for a, b in pairs]
 
 
-def effect_of_gradients(found, figure="linear"):
-    """Return the mean of the differences that GRADIENTS names, seed by seed, and its interval."""
-    known = [cells for cells in GRADIENTS.values() if row_of(found, cells[0])]
+def mean_effect(found, factors, figure="linear"):
+    """Return the mean of the differences of several factors, seed by seed, and its interval."""
+    known = [cells for cells in factors.values() if row_of(found, cells[0])]
     gaps = [gaps_of(found, *cells, figure=figure) for cells in known]
     return interval([mean(of_seed) for of_seed in zip(*gaps, strict=True)])
 
@@ -90,21 +97,27 @@ def search_table():
 
 def search_factors():
     """Write what each factor changes in the design, paired by cell."""
-    found = studies.read("cause-search")
-    lines = [["factor", "mean difference", "cells"]]
-    for kind in ("tilted", "transported"):
-        gaps = []
-        for name, runs in found.items():
-            weights, rest = name.split(" ", 1)
-            if weights == kind:
-                gaps.append(runs[0]["linear"] - found[f"{kind}-held {rest}"][0]["linear"])
-        lines.append([f"gradient through {kind}", written(*interval(gaps)), f"{len(gaps)}"])
+    found = {tuple(name.split(" ")): runs[0] for name, runs in studies.read("cause-search").items()}
+    factors = {  # what changes: weights or the objective, from and to
+        "gradient through tilted weights": ("tilted-held", "tilted"),
+        "gradient through the coupling": ("transported-held", "transported"),
+        "tilted weights, held": ("uniform", "tilted-held"),
+        "the coupling, held": ("uniform", "transported-held"),
+        "top": ("uniform", "top"),
+    }
     for objective in list(studies.OBJECTIVES)[1:]:
-        gaps = []
-        for weights in studies.WEIGHTS:
-            with_it, without = (row_of(found, f"{weights} {x}")[0] for x in (objective, "nce"))
-            gaps.append(with_it["linear"] - without["linear"])
-        lines.append([f"{objective} instead of nce", written(*interval(gaps)), f"{len(gaps)}"])
+        factors[f"{objective} in place of nce"] = ("nce", objective)
+    lines = [["factor", "cells", "linear", "kNN"]]
+    for factor, (before, after) in factors.items():
+        pairs = []
+        for cell, run in found.items():
+            changed = tuple(after if part == before else part for part in cell)
+            if changed != cell and changed in found:
+                pairs.append((found[changed], run))
+        line = [factor, f"{len(pairs)}"]
+        for figure in ("linear", "knn"):
+            line.append(written(*interval([one[figure] - other[figure] for one, other in pairs])))
+        lines.append(line)
     return text_of(lines)
 
 
@@ -137,24 +150,28 @@ def factors_table():
         line = [factor, f"{one} − {other}"]
         for found in sets.values():
             for figure in ("linear", "knn"):
-                known = row_of(found, one)
+                known = row_of(found, one) and row_of(found, other)
                 line.append(written(*effect(found, one, other, figure=figure)) if known else "")
         lines.append(line)
-    line = ["the gradients above, mean", ""]
-    for found in sets.values():
-        line += [written(*effect_of_gradients(found, figure)) for figure in ("linear", "knn")]
-    lines.insert(1 + len(GRADIENTS), line)
+    for title, factors in (("all gradients", GRADIENTS), ("both held weights", HELD)):
+        line = [f"{title}, mean", ""]
+        for found in sets.values():
+            for figure in ("linear", "knn"):
+                line.append(written(*mean_effect(found, factors, figure)))
+        lines.append(line)
     return text_of(lines)
 
 
 def warm_table():
     """Write what the gradient and the weights change at larger effective temperatures."""
     found = studies.read("cause-t")
-    lines = [["t_eff", "gradient through tilted weights", "tilted weights, held"]]
+    lines = [["t_eff", "gradient through tilted weights, linear", "kNN"]]
+    lines[0] += ["tilted weights, held, linear", "kNN"]
     for t in studies.EFFECTIVE[1:]:
-        gradient = effect(found, "tilted nce", "tilted-held nce", t)
-        held = effect(found, "tilted-held nce", "uniform nce", t)
-        lines.append([f"{t}", written(*gradient), written(*held)])
+        line = [f"{t}"]
+        for cells in (("tilted nce", "tilted-held nce"), ("tilted-held nce", "uniform nce")):
+            line += [written(*effect(found, *cells, t, figure)) for figure in ("linear", "knn")]
+        lines.append(line)
     return text_of(lines)
 
 
@@ -170,11 +187,11 @@ def tables():
 
 def draw_factors():
     """Draw the difference that each factor makes, with its interval."""
-    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     for k, (name, title) in enumerate(SETS.items()):
         found = studies.read(name)
         for place, (one, other) in enumerate(FACTORS.values()):
-            if row_of(found, one):
+            if row_of(found, one) and row_of(found, other):
                 middle, half = effect(found, one, other)
                 label = title if place == 0 else None
                 options = {"fmt": "o", "color": f"C{k}", "label": label, "capsize": 3}
@@ -187,29 +204,33 @@ def draw_factors():
 
 
 def effective(options):
-    """Return the effective temperature of a recorded run: t / (1 + β), t · ε / (t + ε), or t."""
+    """Return the temperatures of a recorded run: of its push at held weights, and of all of it.
+
+    With its gradient `hcl` pushes, to second order, as a plain loss at t / (1 + 2β) does."""
     t = options["temperature"]
     if options["loss"] == "hcl":
-        return t / (1 + options["beta"])
+        return t / (1 + options["beta"]), t / (1 + 2 * options["beta"])
     if options["loss"] == "ot":
-        return t * options["epsilon"] / (t + options["epsilon"])
-    return t
+        t = t * options["epsilon"] / (t + options["epsilon"])
+    return t, t
 
 
 def draw_curves():
-    """Draw accuracy over t, and beside it over the effective temperature."""
+    """Draw accuracy over t, and beside it over the effective temperatures."""
     names = {"cifar10-t": "CIFAR-10", "tiny-t": "Tiny ImageNet"}
-    figure, axes = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", sharey="row")
+    titles = "temperature", "effective, weights held", "effective, with the gradient"
+    figure, axes = plt.subplots(2, 3, figsize=(10, 5.5), layout="constrained", sharey="row")
     for (name, title), row in zip(names.items(), axes, strict=True):
         found = studies.read(name)
         for loss in ("simclr", "hcl", "ot"):
             runs = [found[f"{loss}-{t}"][0] for t in studies.TEMPERATURES]
             accuracies = [run["linear"] for run in runs]
-            colds = [effective(run["options"]) for run in runs]
-            row[0].plot(studies.TEMPERATURES, accuracies, ".-", label=loss)
-            row[1].plot(colds, accuracies, ".-", label=loss)
-        row[0].set(xscale="log", xlabel="temperature", ylabel=f"{title}, linear readout, %")
-        row[1].set(xscale="log", xlabel="effective temperature")
+            held, whole = zip(*[effective(run["options"]) for run in runs], strict=True)
+            for axis, places in zip(row, (studies.TEMPERATURES, held, whole), strict=True):
+                axis.plot(places, accuracies, ".-", label=loss)
+        for axis, label in zip(row, titles, strict=True):
+            axis.set(xscale="log", xlabel=label)
+        row[0].set(ylabel=f"{title}, linear readout, %")
     axes[0][0].legend()
     figure.savefig(studies.HERE / "results" / "curves-effective.png", dpi=110)
 

@@ -10,10 +10,13 @@ classes, with positives of the class, and reads it out.
 
 import argparse
 import math
+import sys
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 
 CLASSES, DIMENSIONS, CANDIDATES = 10, 32, 510

@@ -155,6 +155,7 @@ OBJECTIVES = {  # N = 252; at 1 / (N + 1) debiasing is decoupling where no floor
     "decoupled": dict(objective="decoupled"),
 }
 EFFECTIVE = 0.067, 0.133, 0.267
+COLDER = 0.05, 0.04  # t / (1 + 2β), where the gradient through the weights pushes as a plain loss
 HELD_OR_NOT = ["uniform", "tilted-held", "tilted"]
 SIMCLR = dict(loss="simclr", temperature=0.1)
 CURVE = {
@@ -303,7 +304,8 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         rows_of_cause(EFFECTIVE[:1], WEIGHTS, ["nce"])
         | rows_of_cause(EFFECTIVE[:1], ["uniform"], ["1/N", "decoupled"])
         | rows_of_cause(EFFECTIVE[:1], ["tilted"], ["decoupled"])
-        | rows_of_cause([0.045], ["uniform"], ["nce"]),
+        | rows_of_cause([0.045], ["uniform"], ["nce"])
+        | rows_of_cause(COLDER, ["uniform"], ["decoupled"]),
     ),
     "cause-t": ("cifar10", THREE, SHORT, rows_of_cause(EFFECTIVE[1:], HELD_OR_NOT, ["nce"])),
     "cause-tiny": (
@@ -311,7 +313,8 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         FIVE,
         dict(fraction=0.4, size=32, epochs=6, batch_size=128, lr=0.002),
         rows_of_cause(EFFECTIVE[:1], WEIGHTS, ["nce"])
-        | rows_of_cause(EFFECTIVE[:1], ["uniform"], ["decoupled"]),
+        | rows_of_cause(EFFECTIVE[:1], ["uniform"], ["decoupled"])
+        | rows_of_cause(COLDER[:1], ["uniform"], ["decoupled"]),
     ),
     "games-10": (
         "cifar10",

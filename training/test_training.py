@@ -1210,6 +1210,15 @@ class TestReadme:
             assert len(counts) == 1
             assert all(run["seed"] in seeds for some in results.values() for run in some)
 
+    PROGRAMS = sorted((HERE / "benchmarks").glob("*.py"))
+
+    @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+    def test_programs_find_hardneg_from_anywhere(self, path):
+        """A program puts the project's folder on the path, or imports one that does."""
+        text = path.read_text()
+        finds = "sys.path.insert(0, " in text or re.search("^import studies$", text, re.M)
+        assert finds or "__main__" not in text
+
     def test_the_cause_has_its_tables(self, monkeypatch):
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
         for title, table in importlib.import_module("cause").tables():
