@@ -218,7 +218,7 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
     for name in FIGURES:
         values = [step[name] for step in seen if name in step]
         if values:
-            means[name] = float(f"{mean(values):.4g}")
+            means[name] = float(f"{mean(values):.7g}")  # for results.json
     if training.epoch % math.ceil(training.epochs / 10) == 0 and images.classes:
         means |= evaluate(training.encoder, at_most(images, 1000), ("knn",))
     return means
