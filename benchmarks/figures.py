@@ -1,8 +1,9 @@
-"""Draw figures of the papers from trained encoders: python benchmarks/figures.py --cifar10 FOLDER
+"""Draw figures of the papers from trained encoders:
+python benchmarks/figures.py histograms ranks neighbours --cifar10 FOLDER
 
-It reads the runs of `studies.py hard-debiased objectives neighbours`, prints tables, and writes
-results/histograms.png, results/ranks.png and results/neighbours.png. Test images are embedded, 2000
-of them; the second view of an image is random as in training.
+A figure reads the runs of a study: histograms of hard-debiased, ranks of objectives, neighbours of
+neighbours. It prints a table, and writes results/FIGURE.png. Test images are embedded, 2000 of
+them; the second view of an image is random as in training.
 [1] Robinson, Chuang, Sra, Jegelka: Contrastive Learning with Hard Negative Samples. App. B, Fig. 3
 [2] Jiang, Ishwar, Aeron: Hard Negative Sampling via Regularized Optimal Transport. Fig. 4, 5
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. Fig. 8
@@ -136,6 +137,7 @@ def neighbours(folder, pixels):
 def main():
     """Read the runs, print the tables and draw."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("figures", nargs="+", choices=("histograms", "ranks", "neighbours"))
     parser.add_argument("--cifar10", metavar="FOLDER", required=True)
     parser.add_argument("--out", type=Path, default=Path("runs", "studies"))
     args = parser.parse_args()
@@ -143,9 +145,12 @@ def main():
     some = images.at_most(everything, 2000)
     order = torch.randperm(len(some.test), generator=torch.Generator().manual_seed(0))
     pixels, labels = some.test[order], some.test_labels[order]
-    histograms(args.out / "hard-debiased", pixels, labels)
-    ranks(args.out / "objectives", pixels, labels)
-    neighbours(args.out / "neighbours", pixels)
+    if "histograms" in args.figures:
+        histograms(args.out / "hard-debiased", pixels, labels)
+    if "ranks" in args.figures:
+        ranks(args.out / "objectives", pixels, labels)
+    if "neighbours" in args.figures:
+        neighbours(args.out / "neighbours", pixels)
 
 
 if __name__ == "__main__":
