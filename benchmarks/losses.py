@@ -302,26 +302,24 @@ def ratio(rows, size, name, to):
 
 
 def table(results):
-    """Write two Markdown tables.
-
-    One has milliseconds, times three products, and MiB; the other, each peer's time over ours."""
+    """Write three Markdown tables: milliseconds, MiB, and each peer's time over ours."""
     rows, differences = results["rows"], results["differences"]
     sizes = sorted({row["size"] for row in rows})
     header = " | ".join(f"2B = {size}" for size in sizes) + " |"
     measured = list(dict.fromkeys(row["case"] for row in rows))
-    lines = [f"| | {header}", "|---" * (len(sizes) + 1) + "|"]
-    for name in measured:
-        cells = dict.fromkeys(sizes, "")
-        for row in (row for row in rows if row["case"] == name):
-            times = ratio(rows, row["size"], name, "three products")
-            cells[row["size"]] = (
-                f"{1000 * row['seconds']:.4g} ms"
-                + (f", {times:.2f} ×" if times else "")
-                + f", {row['memory']:.0f} MiB"
-            )
-        lines.append(f"| {name} | {' | '.join(cells.values())} |")
+    lines = []
+    for title, figure in (("milliseconds", "seconds"), ("MiB above the inputs", "memory")):
+        lines += [f"| {title} | {header}", "|---" * (len(sizes) + 1) + "|"]
+        for name in measured:
+            cells = dict.fromkeys(sizes, "")
+            for row in (row for row in rows if row["case"] == name):
+                value = f"{1000 * row['seconds']:.4g}"
+                if figure == "memory":
+                    value = f"{row['memory']:.0f}"
+                cells[row["size"]] = value
+            lines.append(f"| {name} | {' | '.join(cells.values())} |")
+        lines.append("")
     lines += [
-        "",
         f"| peer, times as slow | loss differs by | {header}",
         "|---" * (len(sizes) + 2) + "|",
     ]
