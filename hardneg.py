@@ -1083,8 +1083,6 @@ class Options:
         if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
             value = value.item() if _may_read(value) else 1.0
         fits = isinstance(value, numbers.Real) and low <= value < high
-        if name == "temperature":
-            allowed += ", or a tensor without dimensions"
         _require(fits, name, repr(value), f"a number {allowed}")
 
 
@@ -1097,7 +1095,7 @@ NAMES = {
     "reduction": ("mean", "sum", "none"),
 }
 RANGES = {  # option: from, below, in words
-    "temperature": (LEAST, INF, "above 0"),
+    "temperature": (LEAST, INF, "above 0, or a tensor without dimensions"),
     "tau_plus": (0, 1, "in [0, 1)"),
     "beta": (0, 3e8, "in [0, 3e8)"),  # its product with _NONE stays finite
     "alpha": (LEAST, math.nextafter(1, 2), "in (0, 1]"),
@@ -1126,9 +1124,7 @@ def _check_tensors(views, negatives, positive_index, negative_mask, labels, grou
     ranks = 1
     if group is not None:
         known = isinstance(group, distributed.ProcessGroup)
-        _require(
-            known, "group", repr(group), "a process group, as torch.distributed.group.WORLD is"
-        )
+        _require(known, "group", repr(group), "None or a torch.distributed process group")
         ranks = distributed.get_world_size(group)
     a, n = b * len(views), ranks * b * len(views)
     shared = True

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,8 +87,9 @@ def table_of(found: dict[str, list]) -> str:
     baseline = baseline_of(found)
     if baseline in BASELINES and len(some) > 1:
         lines[0].append(f"linear, over `{baseline}`")
-        gaps = [gap_to(baseline, name, found) for name in found]
-        for line, gap in zip(lines[1:], gaps + ["", ""], strict=True):
+        gaps = {name: written(*difference(found[name], found[baseline])) for name in found}
+        gaps[baseline] = ""
+        for line, gap in itertools.zip_longest(lines[1:], gaps.values(), fillvalue=""):
             line.append(gap)
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -101,11 +103,8 @@ def baseline_of(found: dict[str, list]) -> str:
     return next(iter(found))
 
 
-def gap_to(baseline: str, name: str, found: dict[str, list]) -> str:
-    """Write the difference of a row to the baseline, ± its standard error."""
-    if name == baseline:
-        return ""
-    gap, error = difference(found[name], found[baseline])
+def written(gap: float, error: float) -> str:
+    """Write a difference, ± its standard error."""
     return f"{gap:+.1f} ± {error:.1f}"
 
 
@@ -130,7 +129,7 @@ def verdict(found: dict[str, list]) -> str:
         if name != baseline:
             gap, error = difference(found[name], found[baseline])
             said = exceeding if abs(gap) > 2 * error else others
-            said.append(f"{name} {gap_to(baseline, name, found)}")
+            said.append(f"{name} {written(gap, error)}")
     odds = {2: 30, 3: 18, 4: 14, 5: 12}.get(n, 10)  # Student's t beyond 2, in percent
     text = f"Differences to {baseline} over {n} seeds, paired, ± standard error. "
     text += f"They exceed twice the error: {', '.join(exceeding) or 'none'}. "

@@ -127,6 +127,7 @@ def transfer(folder: Path, options, labelled: float | None = None) -> None:
     name = was["encoder"]
     print(f"{name} of {folder}, after {epochs} epochs of training on {was['data']}")
     images = read(dataclasses.replace(options, size=state["size"]))
+    require(labelled is None or bool(images.classes), "--data", options.data, "with classes")
     encoder = runs.encoder_of(state, options.device)
     data = Path(options.data).resolve().name
     if options.fraction < 1:
@@ -134,18 +135,16 @@ def transfer(folder: Path, options, labelled: float | None = None) -> None:
     results = {"run": folder, "trained_on": was["data"], "epochs": epochs}
     results |= {"data": options.data, "fraction": options.fraction}
     results |= measure(encoder, images, name, was["seed"])
-    if labelled:
-        require(bool(images.classes), "--finetune", labelled, "for images with classes")
+    if labelled is not None:
         first = runs.untrained(name, state["size"], options.device, was["seed"])
-        results["finetune"] = labelled
-        results["finetuned"] = finetune(encoder, images, labelled, was["seed"])
+        accuracy = finetune(encoder, images, labelled, was["seed"])
         from_scratch = finetune(first, images, labelled, was["seed"])
+        results |= {"finetune": labelled, "finetuned": accuracy}
         results["untrained"]["finetuned"] = from_scratch
         data += f"-finetuned-{labelled:g}"
+        print(f"fine-tuned on {100 * labelled:g} % of the labels: {accuracy:.1f} % of test images")
+        print(f"the same from the untrained encoder: {from_scratch:.1f} %")
     save_results(folder / f"evaluate-{data}.json", results)
-    if labelled:
-        text = f"fine-tuned on {100 * labelled:g} % of the labels: {results['finetuned']:.1f} %"
-        print(f"{text}, from the untrained encoder {from_scratch:.1f} %")
 
 
 def finetune(encoder, images: Images, labelled: float, seed: int) -> float:
@@ -218,7 +217,7 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
     for name in FIGURES:
         values = [step[name] for step in seen if name in step]
         if values:
-            means[name] = float(f"{mean(values):.7g}")  # for results.json
+            means[name] = mean(values)
     if training.epoch % math.ceil(training.epochs / 10) == 0 and images.classes:
         means |= evaluate(training.encoder, at_most(images, 1000), ("knn",))
     return means

@@ -76,7 +76,7 @@ def slopes(loss_of, positive, negatives, t=0.5):
 
 def nce(p, s):
     """InfoNCE of one anchor, from its logits."""
-    return nn.functional.softplus(s.logsumexp(1) - p).sum()
+    return F.softplus(s.logsumexp(1) - p).sum()
 
 
 def pull(page):
@@ -127,7 +127,7 @@ def false_negative(page):
     save(figure, "false_negative")
 
 
-def draw_pushes(axis, page, rules):
+def draw_pushes(axis, rules):
     """Draw the push on negatives spread evenly over all cosines, under rules of weights."""
     for label, (t, rule) in rules.items():
         logits = COSINES / t
@@ -147,7 +147,7 @@ def push(page):
             0.5,
             lambda s, b=beta: page["tilted"](s, b),
         )
-    draw_pushes(axis, page, rules)
+    draw_pushes(axis, rules)
     # the same as β = 4
     axis.lines[-1].set(linewidth=5, alpha=0.5)
     axis.plot(COSINES, 100 * (COSINES / 0.1).softmax(0), "k:", label="InfoNCE, t = 0.1")
