@@ -1,6 +1,7 @@
 """Draw the pictures of README.md beside it, with its own code: python tutorial/pictures.py"""
 
 import contextlib
+import functools
 import io
 import math
 import re
@@ -94,32 +95,35 @@ def pull(page):
     save(figure, "pull")
 
 
+def debiased(p, s, tau_plus=0.1):
+    """Step 3's loss of one anchor, from its logits, where the floor does not bind."""
+    rest = (s.exp().sum(1) - s.shape[1] * tau_plus * p.exp()) / (1 - tau_plus)
+    return F.softplus(rest.log() - p).sum()
+
+
+def with_labels(p, s):
+    """InfoNCE of one anchor without the ten negatives of its class, the first."""
+    return F.softplus(s[:, 10:].logsumexp(1) + math.log(100 / 90) - p).sum()
+
+
 def false_negative(page):
     """Draw the forces on the anchor's class: ten of 100 negatives are of it."""
     random = torch.Generator().manual_seed(0)
     others = (0.2 * torch.randn(90, generator=random, dtype=torch.float64)).clamp(-1, 1)
     own = torch.full((10,), 0.7, dtype=torch.float64)
     everything = torch.cat([own, others])
-
-    def debiased(p, s, tau_plus=0.1):
-        rest = (s.exp().sum(1) - s.shape[1] * tau_plus * p.exp()) / (1 - tau_plus)
-        return F.softplus(rest.log() - p).sum()
-
-    def with_labels(p, s):
-        return F.softplus(s[:, 10:].logsumexp(1) + math.log(100 / 90) - p).sum()
-
-    figure, (axis,) = panels()
     losses = {"InfoNCE": nce, "debiased, τ⁺ = 0.1": debiased, "labels known": with_labels}
-    places = torch.arange(3.0)
     pulls, pushes = [], []
     for loss_of in losses.values():
         positive, negatives = slopes(loss_of, 0.7, everything)
         pulls.append(-positive.item())
         pushes.append(-negatives[:10].sum().item())
-    net = torch.tensor(pulls) + torch.tensor(pushes)
+    in_sum = torch.tensor(pulls) + torch.tensor(pushes)
+    places = torch.arange(3.0)
+    figure, (axis,) = panels()
     axis.bar(places - 0.25, pulls, 0.25, label="on the positive")
     axis.bar(places, pushes, 0.25, label="on the false negatives")
-    axis.bar(places + 0.25, net, 0.25, label="on the class, in sum")
+    axis.bar(places + 0.25, in_sum, 0.25, label="on the class, in sum")
     axis.axhline(0, color="k", lw=0.8)
     axis.set(ylabel="pull, per cosine, t = 0.5")
     axis.set_xticks(places, list(losses))
@@ -143,10 +147,8 @@ def push(page):
     figure, (axis,) = panels()
     rules = {"InfoNCE, t = 0.5": (0.5, torch.zeros_like)}
     for beta in (1.0, 4.0):
-        rules[f"tilted, held, β = {beta:g}, t = 0.5"] = (
-            0.5,
-            lambda s, b=beta: page["tilted"](s, b),
-        )
+        rule = functools.partial(page["tilted"], beta=beta)
+        rules[f"tilted, held, β = {beta:g}, t = 0.5"] = (0.5, rule)
     draw_pushes(axis, rules)
     # the same as β = 4
     axis.lines[-1].set(linewidth=5, alpha=0.5)
@@ -191,47 +193,18 @@ def plan(page):
     save(figure, "plan")
 
 
-def draw_candidates(page, name, kinds):
-    """Draw the cosine of the nearest candidate of each point, of several kinds of candidates."""
-    figure, (axis,) = panels()
-    for label, values in kinds.items():
-        axis.hist(values.numpy(), 40, range=(0, 1), histtype="step", lw=1.6, label=label)
-    axis.set(xlabel="cosine of the nearest negative", ylabel="of 2000 points")
-    axis.legend(loc="upper left", fontsize="small")
-    save(figure, name)
-
-
-def found_negatives(page):
-    """Draw how near the nearest negative is: in a batch, in a bank, mined and generated."""
+def train_silently(page, loss_of):
+    """Train an encoder as the page does, without its line of output."""
     with contextlib.redirect_stdout(io.StringIO()):
-        encoder = page["train"](lambda x, y, *_: page["infonce"](x, y, t=0.1))
-        page["mixer"].reset_parameters()
-        against = page["train"](page["generated"])
+        return page["train"](loss_of)
+
+
+@torch.no_grad()
+def cosines_of(page, encoder, points):
+    """Return the cosines of one view of each point with another view of all others."""
     random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        x, y = page["two_views"](encoder, page["points"], random)
-        cosines = (x @ y.T).fill_diagonal_(-1)
-        batch = torch.stack([torch.randperm(2000, generator=random)[:63] for _ in range(2000)])
-        in_batch = cosines.gather(1, batch).amax(1)
-        of_mined = cosines.topk(8).indices[torch.arange(2000), torch.randint(8, (2000,))]
-        mined = torch.maximum(in_batch, cosines[torch.arange(2000), of_mined])
-        real, _ = page["two_views"](against, page["points"], random)
-        latent = torch.randn(2000, 16, generator=random)
-        batch_of_mix = torch.randperm(2000, generator=random)[:64].expand(2000, -1)
-        shares = (4 * page["mixer"](latent)).softmax(1)
-        mixed = (shares[:, :, None] * page["points"][batch_of_mix]).sum(1)
-        made, again = page["two_views"](against, mixed, random)
-        between = (made @ again.T).fill_diagonal_(-1)
-        of_real = (real @ real.T).fill_diagonal_(-1)
-    draw_candidates(
-        page, "bank", {"in a batch of 64": in_batch, "in a bank of 2000": cosines.amax(1)}
-    )
-    draw_candidates(page, "mined", {"in a batch": in_batch, "with a mined one": mined})
-    kinds = {
-        "real points, batches of 64": nearest_in_batches(of_real),
-        "generated": nearest_in_batches(between),
-    }
-    draw_candidates(page, "generated", kinds)
+    x, y = page["two_views"](encoder, points, random)
+    return (x @ y.T).fill_diagonal_(-1)
 
 
 def nearest_in_batches(cosines):
@@ -243,8 +216,49 @@ def nearest_in_batches(cosines):
     return torch.cat(parts)
 
 
+def draw_candidates(name, kinds):
+    """Draw the cosine of the nearest candidate of each point, of several kinds of candidates."""
+    figure, (axis,) = panels()
+    for label, values in kinds.items():
+        axis.hist(values.numpy(), 40, range=(0, 1), histtype="step", lw=1.6, label=label)
+    axis.set(xlabel="cosine of the nearest negative", ylabel="of 2000 points")
+    axis.legend(loc="upper left", fontsize="small")
+    save(figure, name)
+
+
+def found(page):
+    """Draw how near the nearest negative is in a batch, in a bank, and with a mined one."""
+    encoder = train_silently(page, lambda x, y, *_: page["infonce"](x, y, t=0.1))
+    cosines = cosines_of(page, encoder, page["points"])
+    in_batch = nearest_in_batches(cosines)
+    in_bank = cosines.amax(1)
+    draw_candidates("bank", {"in a batch of 64": in_batch, "in a bank of 2000": in_bank})
+    one_of_eight = torch.randint(8, (2000, 1), generator=torch.Generator().manual_seed(2))
+    mined = cosines.topk(8).values.gather(1, one_of_eight).flatten()
+    order = torch.randperm(2000, generator=torch.Generator().manual_seed(1))
+    with_mined = torch.maximum(in_batch, mined[order])
+    draw_candidates("mined", {"in a batch": in_batch, "with a mined one": with_mined})
+
+
+def generated(page):
+    """Draw how near generated points are to each other, and real ones."""
+    page["mixer"].reset_parameters()
+    encoder = train_silently(page, page["generated"])
+    random = torch.Generator().manual_seed(0)
+    latent = torch.randn(2000, 16, generator=random)
+    some = page["points"][torch.randperm(2000, generator=random)[:64]]
+    with torch.no_grad():
+        shares = (4 * page["mixer"](latent)).softmax(1)  # (2000, 64)
+    made = shares @ some
+    kinds = {"real points, batches of 64": page["points"], "generated": made}
+    nearest = {}
+    for label, points in kinds.items():
+        nearest[label] = nearest_in_batches(cosines_of(page, encoder, points))
+    draw_candidates("generated", nearest)
+
+
 if __name__ == "__main__":
     page = run_the_page()
-    for draw in (sphere, pull, false_negative, push, top, plan, found_negatives):
+    for draw in (sphere, pull, false_negative, push, top, plan, found, generated):
         draw(page)
         print(draw.__doc__)
