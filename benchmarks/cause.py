@@ -4,14 +4,12 @@ It reads the results that `studies.py cause-search cause cause-t cause-tiny` rec
 tables of CAUSE.md beside it, and draws results/cause.png and results/curves-effective.png.
 """
 
-import math
-from statistics import mean, stdev
+from statistics import mean
 
 import studies
 from matplotlib import pyplot as plt
-from scipy import stats
 
-from training import report
+from training import compare, report
 
 COLD = studies.EFFECTIVE[0]
 GRADIENTS = {  # held weights under `decoupled` push as uniform ones do: these are their control
@@ -47,26 +45,19 @@ def row_of(found, name, t=COLD):
 
 def effect(found, one, other, t=COLD, figure="linear"):
     """Return the mean difference of two cells, paired by seed, and half its 95 % interval."""
-    return interval(gaps_of(found, one, other, t, figure))
+    return report.interval(gaps_of(found, one, other, t, figure))
 
 
 def gaps_of(found, one, other, t=COLD, figure="linear"):
     """Return the difference of two cells for each seed."""
-    pairs = zip(row_of(found, one, t), row_of(found, other, t), strict=False)
-    return [a[figure] - b[figure] for a, b in pairs]
+    return compare.gaps_of(row_of(found, one, t), row_of(found, other, t), figure)
 
 
-def mean_effect(found, factors, figure="linear"):
-    """Return the mean of the differences of several factors, seed by seed, and its interval."""
+def mean_gaps(found, factors, figure="linear"):
+    """Return the mean of the differences that several factors make, for each seed."""
     known = [cells for cells in factors.values() if row_of(found, cells[0])]
     gaps = [gaps_of(found, *cells, figure=figure) for cells in known]
-    return interval([mean(of_seed) for of_seed in zip(*gaps, strict=True)])
-
-
-def interval(values):
-    """Return a mean, and half of Student's interval of 95 %."""
-    factor = stats.t.ppf(0.975, len(values) - 1)
-    return mean(values), factor * stdev(values) / math.sqrt(len(values))
+    return [mean(of_seed) for of_seed in zip(*gaps, strict=True)]
 
 
 def written(middle, half):
@@ -75,12 +66,6 @@ def written(middle, half):
     if abs(middle) > half:
         text = f"**{text}**"
     return text
-
-
-def text_of(lines):
-    """Write lines of cells as a Markdown table."""
-    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def search_table():
@@ -92,7 +77,7 @@ def search_table():
         cells += [(f"{weights} nce", t) for t in studies.EFFECTIVE[1:]]
         accuracies = [row_of(found, *cell)[0]["linear"] for cell in cells]
         lines.append([weights, *(f"{x:.1f}" for x in accuracies)])
-    return text_of(lines)
+    return report.markdown(lines)
 
 
 def search_factors():
@@ -116,9 +101,11 @@ def search_factors():
                 pairs.append((found[changed], run))
         line = [factor, f"{len(pairs)}"]
         for figure in ("linear", "knn"):
-            line.append(written(*interval([one[figure] - other[figure] for one, other in pairs])))
+            line.append(
+                written(*report.interval([one[figure] - other[figure] for one, other in pairs]))
+            )
         lines.append(line)
-    return text_of(lines)
+    return report.markdown(lines)
 
 
 def cells_table(name):
@@ -137,7 +124,7 @@ def cells_table(name):
         for figure in ("uniformity", "tolerance"):
             line.append(f"{mean(run[figure] for run in runs):.2f}")
         lines.append(line)
-    return text_of(lines)
+    return report.markdown(lines)
 
 
 def factors_table():
@@ -157,9 +144,9 @@ def factors_table():
         line = [f"{title}, mean", ""]
         for found in sets.values():
             for figure in ("linear", "knn"):
-                line.append(written(*mean_effect(found, factors, figure)))
+                line.append(written(*report.interval(mean_gaps(found, factors, figure))))
         lines.append(line)
-    return text_of(lines)
+    return report.markdown(lines)
 
 
 def warm_table():
@@ -172,7 +159,7 @@ def warm_table():
         for cells in (("tilted nce", "tilted-held nce"), ("tilted-held nce", "uniform nce")):
             line += [written(*effect(found, *cells, t, figure)) for figure in ("linear", "knn")]
         lines.append(line)
-    return text_of(lines)
+    return report.markdown(lines)
 
 
 def tables():

@@ -14,11 +14,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from statistics import mean, stdev
 
 import numpy as np
 import torch
-from scipy import sparse, stats
+from scipy import sparse
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 from benchmarks import code_corpus
 from benchmarks.code_corpus import WORDS, Part, Texts
+from training import report
 
 RECORD = Path(__file__).resolve().parent / "results" / "code_search.json"
 DIM = 128  # of embeddings
@@ -401,7 +401,7 @@ def table(results: Results) -> str:
     Gains are differences of MRR to `simclr`, paired by seed, with Student's interval of 95 %. Times
     are multiples of that of `simclr`."""
     names = ["row", "t", "rate", "MRR", "R@1", "R@10", "same file", "gain in MRR", "n", "time"]
-    lines = [names, ["---"] * len(names)]
+    lines = [names]
     floor = results.found["bm25"]
     if floor:
         figures = [f"{floor[name]:.1f}" for name in MEASURES]
@@ -411,17 +411,17 @@ def table(results: Results) -> str:
         runs = results.runs_of(row)
         if runs:
             lines.append(line_of(row, runs, baseline))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.markdown(lines)
 
 
 def brief(results: Results) -> str:
     """Write the table of ../README.md."""
-    lines = [["negatives, text", "MRR", "gain in MRR"], ["---"] * 3]
+    lines = [["negatives, text", "MRR", "gain in MRR"]]
     baseline = results.runs_of("simclr")
     for row, words in IN_WORDS.items():
         _, _, _, mrr, _, _, _, gain, _, _ = line_of(row, results.runs_of(row), baseline)
         lines.append([words, mrr, gain])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.markdown(lines)
 
 
 def line_of(row: str, runs: dict[int, dict], baseline: dict[int, dict]) -> list[str]:
@@ -431,31 +431,15 @@ def line_of(row: str, runs: dict[int, dict], baseline: dict[int, dict]) -> list[
     for what in ("temperature", "rate"):
         cells.append(str(settings[what] or ""))
     for name in MEASURES:
-        cells.append(spread([run[name] for run in runs.values()]))
+        cells.append(report.spread([run[name] for run in runs.values()]))
     shared = [seed for seed in runs if seed in baseline]
     gain, ratio = "", ""
     if shared and row != "simclr":
-        gain = interval([runs[seed]["mrr"] - baseline[seed]["mrr"] for seed in shared])
+        gain = report.gain([runs[seed]["mrr"] - baseline[seed]["mrr"] for seed in shared])
     if shared:
         seconds = sum(runs[seed]["seconds"] for seed in shared)
         ratio = f"{seconds / sum(baseline[seed]['seconds'] for seed in shared):.1f}"
     return [*cells, gain, str(len(runs)), ratio]
-
-
-def spread(values: list[float]) -> str:
-    """Write mean ± standard deviation."""
-    if len(values) == 1:
-        return f"{values[0]:.1f}"
-    return f"{mean(values):.1f} ± {stdev(values):.1f}"
-
-
-def interval(gaps: list[float]) -> str:
-    """Write the mean of differences with the half width of its 95 % interval."""
-    n = len(gaps)
-    if n == 1:
-        return f"{gaps[0]:+.1f}"
-    half = stats.t.ppf(0.975, n - 1) * stdev(gaps) / n**0.5
-    return f"{mean(gaps):+.1f} ± {half:.1f}"
 
 
 def parser_of(about: str) -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
+from training import report
 
 CLASSES, DIMENSIONS, CANDIDATES = 10, 32, 510
 SETTINGS = [(0.25, 0.5, 1.0), (0.64, 0.5, 1.0), (0.64, 0.5, 2.0), (0.64, 0.2, 1.0)]
@@ -29,6 +30,18 @@ ESTIMATES = [  # name, positives, tau_plus, debias
     ("exact, M = 4", 4, 0.1, "exact"),
     ("exact, M = 16", 16, 0.1, "exact"),
 ]
+MEASURES = {  # and the digits after the point
+    "bias of log E[e^s]": 2,
+    "its root mean square error": 2,
+    "% of anchors: nothing is left": 0,
+}
+HCL = {"loss": "hcl", "temperature": 0.5, "beta": 1.0}
+CORRECTIONS = {
+    "none": HCL | {"tau_plus": 0.0},
+    "Eq. 2": HCL | {"tau_plus": 0.1},
+    "exact": HCL | {"tau_plus": 0.1, "debias": "exact"},
+    "labels: no false negatives": HCL | {"tau_plus": 0.0, "true_labels": True},
+}
 
 
 def samples(centres, labels, cosine, generator):
@@ -74,23 +87,24 @@ def simulate(cosine, t, beta, anchors=2000, seed=0):
     return rows
 
 
+def noisy(labels, centres, generator):
+    """Draw a noisy sample of each label's class: (n, D)."""
+    noise = torch.randn(len(labels), DIMENSIONS, generator=generator)
+    return centres[labels] + 1.5 * noise
+
+
 def train(options, seed, steps=1000, batch=64, positives=4):
     """Train an encoder of noisy classes, positives drawn from the class; return its figures."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     centres = torch.randn(CLASSES, DIMENSIONS, generator=generator)
-
-    def inputs(labels):
-        noise = torch.randn(len(labels), DIMENSIONS, generator=generator)
-        return centres[labels] + 1.5 * noise
-
     encoder = torch.nn.Sequential(
         torch.nn.Linear(DIMENSIONS, 128), torch.nn.ReLU(), torch.nn.Linear(128, DIMENSIONS)
     )
     optimizer = torch.optim.Adam(encoder.parameters(), 1e-3)
     for _ in range(steps):
         labels = torch.randint(CLASSES, (batch,), generator=generator)
-        views = [encoder(inputs(labels)) for _ in range(1 + positives)]
+        views = [encoder(noisy(labels, centres, generator)) for _ in range(1 + positives)]
         given = {"labels": labels} if options.get("true_labels") else {}
         settings = {name: x for name, x in options.items() if name != "true_labels"}
         loss = hardneg.contrastive_loss(*views, **given, **settings)
@@ -99,43 +113,42 @@ def train(options, seed, steps=1000, batch=64, positives=4):
         optimizer.step()
     labels = torch.arange(CLASSES).repeat_interleave(200)
     with torch.no_grad():
-        z = F.normalize(encoder(inputs(labels)), dim=1)
-        other = F.normalize(encoder(inputs(labels)), dim=1)
+        z = F.normalize(encoder(noisy(labels, centres, generator)), dim=1)
+        other = F.normalize(encoder(noisy(labels, centres, generator)), dim=1)
     accuracy = hardneg.linear_readout(z, labels, other, labels)
     return accuracy, hardneg.uniformity(z).item(), hardneg.tolerance(z, labels).item()
 
 
-def spread(values):
-    values = torch.tensor(values)
-    return f"{values.mean():.2f} ± {values.std():.2f}"
+def simulated():
+    """Write a table for each measure; a row is a cosine within a class, t and β."""
+    found = {setting: simulate(*setting) for setting in SETTINGS}
+    tables = []
+    for k, (title, digits) in enumerate(MEASURES.items()):
+        lines = [[title, *(name for name, *_ in ESTIMATES)]]
+        for setting, figures in found.items():
+            cells = [f"{some[k]:.{digits}f}" for some in figures]
+            lines.append([", ".join(map(str, setting)), *cells])
+        tables.append(report.markdown(lines))
+    return "\n\n".join(tables)
+
+
+def trained(seeds):
+    """Write the table of the encoders trained with each correction."""
+    lines = [["correction", "linear %", "uniformity", "tolerance"]]
+    for name, options in CORRECTIONS.items():
+        of_seeds = [train(options, seed) for seed in range(seeds)]
+        lines.append([name, *(report.spread(values, 2) for values in zip(*of_seeds, strict=True))])
+    return report.markdown(lines)
 
 
 def main():
+    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5, help="of the second table")
     seeds = parser.parse_args().seeds
-    names = [name for name, *_ in ESTIMATES]
-    found = {setting: simulate(*setting) for setting in SETTINGS}
-    titles = ["bias of log E[e^s]", "its root mean square error", "% of anchors: nothing is left"]
-    for k, title in enumerate(titles):
-        print(f"| {title} |", " | ".join(names), "|")
-        print("|---" * (1 + len(names)) + "|")
-        for setting, figures in found.items():
-            cells = [f"{some[k]:.{0 if k == 2 else 2}f}" for some in figures]
-            print(f"| {', '.join(map(str, setting))} |", " | ".join(cells), "|")
-        print()
-    plain = {"loss": "hcl", "temperature": 0.5, "beta": 1.0}
-    rows = {
-        "none": plain | {"tau_plus": 0.0},
-        "Eq. 2": plain | {"tau_plus": 0.1},
-        "exact": plain | {"tau_plus": 0.1, "debias": "exact"},
-        "labels: no false negatives": plain | {"tau_plus": 0.0, "true_labels": True},
-    }
+    print(simulated())
     print(f"\nAn encoder trained with four positives of the class, n = {seeds} seeds\n")
-    print("| correction | linear % | uniformity | tolerance |\n|---|---|---|---|")
-    for name, options in rows.items():
-        figures = zip(*(train(options, seed) for seed in range(seeds)), strict=True)
-        print(f"| {name} |", " | ".join(spread(values) for values in figures), "|")
+    print(trained(seeds))
 
 
 if __name__ == "__main__":

@@ -94,11 +94,11 @@ def learn(options, k, seed):
 
 def table(found):
     """Write the Markdown table: means ± standard deviations over seeds."""
-    lines = ["| loss | right detail of 20, % | right topic of 1000, % |", "|---|---|---|"]
+    lines = [["loss", "right detail of 20, %", "right topic of 1000, %"]]
     for name, values in found.items():
         within, among = zip(*values, strict=True)
-        lines.append(f"| {name} | {report.spread(within)} | {report.spread(among)} |")
-    return "\n".join(lines)
+        lines.append([name, report.spread(within), report.spread(among)])
+    return report.markdown(lines)
 
 
 if __name__ == "__main__":

@@ -35,41 +35,27 @@ def embeddings(folder, pixels):
     return hardneg.unit(hardneg.embed(encoder, pixels)[1])
 
 
-def write(lines):
-    """Print lines of cells as a Markdown table."""
-    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    print("\n".join(f"| {' | '.join(line)} |" for line in lines), end="\n\n")
-
-
-def histograms(folder, pixels, labels, bins=50):
+def histograms(folder, pixels, labels):
     """Draw and compare the cosines of pairs of one class and of different classes: [1], Fig. 3."""
-    pairs = torch.ones(len(labels), len(labels)).triu(1) > 0
-    same = (labels[:, None] == labels)[pairs]
-    places = torch.linspace(-1, 1, bins)
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
     lines = [["loss", "cosine, one class", "cosine, different classes", "overlap, %"]]
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
     for name in OF_DEBIASING:
-        found = [[], [], []]
-        for seed in range(3):
-            z = embeddings(folder / f"{name}-{seed}", pixels)
-            cosines = (z @ z.T)[pairs].clamp(-1, 1)
-            kinds = [cosines[same], cosines[~same]]
-            shares = [values.histc(bins, -1, 1) / len(values) for values in kinds]
-            overlap = torch.minimum(*shares).sum()
-            for figures, value in zip(
-                found, (kinds[0].mean(), kinds[1].mean(), overlap), strict=True
-            ):
-                figures.append(value.item())
-            if seed == 0:
-                for axis, share in zip(axes, shares, strict=True):
-                    axis.plot(places.numpy(), share.numpy(), label=name)
-        cells = [report.spread(found[0], 2), report.spread(found[1], 2)]
-        lines.append([name, *cells, report.spread([100 * x for x in found[2]])])
+        of_seeds = [
+            report.cosines_by_class(embeddings(folder / f"{name}-{seed}", pixels), labels)
+            for seed in range(3)
+        ]
+        line = [name]
+        for kind in range(2):
+            line.append(report.spread([found[kind].mean().item() for found in of_seeds], 2))
+        line.append(report.spread([100 * report.overlap(*found) for found in of_seeds]))
+        lines.append(line)
+        for axis, cosines in zip(axes, of_seeds[0], strict=True):
+            axis.plot(*report.histogram(cosines), label=name)
     for axis, title in zip(axes, ("pairs of one class", "pairs of different classes"), strict=True):
         axis.set(title=title, xlabel="cosine", ylabel="share of pairs")
     axes[0].legend()
     figure.savefig(HERE / "results" / "histograms.png", dpi=110)
-    write(lines)
+    print(report.markdown(lines))
 
 
 def ranks(folder, pixels, labels):
@@ -104,7 +90,7 @@ def ranks(folder, pixels, labels):
     axes[1].set(title="of the anchor's class", xlabel="rank of the negative", ylabel="% of anchors")
     axes[1].legend()
     figure.savefig(HERE / "results" / "ranks.png", dpi=110)
-    write(lines)
+    print(report.markdown(lines))
 
 
 def neighbours(folder, pixels):
@@ -131,7 +117,7 @@ def neighbours(folder, pixels):
     axis.set_xticks(TEMPERATURES, [str(t) for t in TEMPERATURES])
     axis.legend()
     figure.savefig(HERE / "results" / "neighbours.png", dpi=110)
-    write(lines)
+    print(report.markdown(lines))
 
 
 def main():

@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
+from training import report
 
 HERE = Path(__file__).resolve().parent
 LOSSES = {
@@ -62,18 +63,20 @@ def main():
     figure, axes = plt.subplots(
         1, len(TEMPERATURES), figsize=(10, 3.4), layout="constrained", sharey=True
     )
-    print(f"| loss | {' | '.join(f't = {t}' for t in TEMPERATURES)} |\n|---|---|---|---|")
+    lines = [["loss", *(f"t = {t}" for t in TEMPERATURES)]]
     for loss, options in LOSSES.items():
         shares = []
         for axis, t in zip(axes, TEMPERATURES, strict=True):
             cosines, force = forces(loss, t, **options)
             push = force.clamp_min(0)
-            shares.append(f"{100 * float(push[-len(push) // 10 :].sum() / push.sum()):.0f}")
+            nearest = push[-len(push) // 10 :]  # cosines ascend
+            shares.append(f"{100 * float(nearest.sum() / push.sum()):.0f}")
             axis.plot(cosines, force, label=loss)
             axis.set(
                 title=f"t = {t}", yscale="log", ylim=(1e-6, 1), xlabel="cosine of the negative"
             )
-        print(f"| {loss} | {' | '.join(shares)} |")
+        lines.append([loss, *shares])
+    print(report.markdown(lines))
     axes[0].set_ylabel("force, over that on the positive")
     axes[0].legend()
     figure.savefig(HERE / "results" / "forces.png", dpi=110)

@@ -146,17 +146,13 @@ def learn(graphs, classes, options, seed, epochs=20, size=128):
 
 
 def table(found):
-    """Write the Markdown table: accuracy, mean ± standard deviation over seeds.
-
-    The accuracy of [2] stands in brackets."""
-    lines = [f"| | {' | '.join(SETS)} |", "|---" * (len(SETS) + 1) + "|"]
+    """Write the Markdown table: accuracy, mean ± standard deviation over seeds, and that of [2]."""
+    lines = [["", *SETS]]
     for k, row in enumerate(ROWS):
-        cells = [
-            report.spread(found[name][row]) + f" ({figures[k - 1]})" * (k > 0)
-            for name, figures in SETS.items()
-        ]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([row, *(report.spread(found[name][row]) for name in SETS)])
+        if k > 0:  # [2] has no untrained network
+            lines.append([f"{row}, in [2]", *(f"{figures[k - 1]}" for figures in SETS.values())])
+    return report.markdown(lines)
 
 
 def main():

@@ -41,9 +41,8 @@ from benchmarks.code_search import (
     Results,
     evaluate,
     idf_of,
-    interval,
-    spread,
 )
+from training import report
 
 RECORD = Path(__file__).resolve().parent / "results" / "minimal_pairs.json"
 TEMPERATURES = (0.05, 0.1, 0.2)
@@ -388,7 +387,7 @@ def table(results: Results) -> str:
     gains = [["over in-batch", *MEASURES.values(), "n"]]
     for row, runs in rows.items():
         values = [[run[name] for run in runs.values() if name in run] for name in MEASURES]
-        cells = [spread(column) if column else "" for column in values]
+        cells = [report.spread(column) if column else "" for column in values]
         seconds = sum(run["seconds"] for run in runs.values()) / len(runs)
         figures.append([row, *cells, str(len(runs)), f"{seconds:.0f}"])
         sees_order = ROWS.get(row, {}).get("order", True)
@@ -396,12 +395,8 @@ def table(results: Results) -> str:
         shared = [seed for seed in runs if seed in baseline]
         if row in ROWS and runs is not baseline and shared:
             gaps = [[runs[k][name] - baseline[k][name] for k in shared] for name in MEASURES]
-            gains.append([row, *[interval(column) for column in gaps], str(len(shared))])
-    texts = []
-    for lines in (figures, gains):
-        lines.insert(1, ["---"] * len(lines[0]))
-        texts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-    return "\n\n".join(texts)
+            gains.append([row, *[report.gain(column) for column in gaps], str(len(shared))])
+    return f"{report.markdown(figures)}\n\n{report.markdown(gains)}"
 
 
 def main():

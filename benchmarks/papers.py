@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 import train
-from training import command
+from training import command, report
 
 PER_HOUR = 40e12 * 3600  # operations, at 40 TFLOP/s
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "stl10": 105_000, "TINY": 100_000}
@@ -118,13 +118,12 @@ def operations(options):
 def table():
     """Write the headlines as a Markdown table."""
     lines = [["paper", "what", "paper's figure", "here", "hours", "`python train.py` …"]]
-    lines.append(["---"] * len(lines[0]))
     for headline in HEADLINES:
         hours = operations(options_of(headline)) / PER_HOUR
         figure = headline.figure or "the baseline of the next"
         cells = [headline.source, headline.claim, figure, "not run here", f"{hours:.2g}"]
         lines.append([*cells, f"`{headline.words}`"])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.markdown(lines)
 
 
 if __name__ == "__main__":

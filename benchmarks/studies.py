@@ -106,19 +106,25 @@ def rows_of_cause(temperatures, weights, objectives):
     for t in temperatures:
         for weight in weights:
             for objective in objectives:
-                cell = WEIGHTS[weight](t) | OBJECTIVES[objective]
+                cell = cell_of(weight, t) | OBJECTIVES[objective]
                 rows[f"{weight} {objective} {t}"] = dict(loss="simclr") | cell
     return rows
 
 
-def tilted(t):
-    """Return β = 0.5 at the effective temperature t = temperature / (1 + β)."""
-    return dict(weights="tilted", beta=0.5, temperature=round(1.5 * t, 4))
+def cell_of(weights, t):
+    """Return the options of a row of WEIGHTS at the effective temperature t.
 
-
-def transported(t):
-    """Return ε at the effective temperature t = temperature · ε / (temperature + ε)."""
-    return dict(weights="transported", epsilon=round(3 * t, 4), temperature=round(1.5 * t, 4))
+    It is temperature / (1 + β) for tilted, and temperature · ε / (temperature + ε) for transported.
+    """
+    if weights == "uniform":
+        return dict(temperature=t)
+    if weights == "top":
+        return dict(weights="top", alpha=0.3, lead_in=False, temperature=OF_TOP[t])
+    name, _, held = weights.partition("-")
+    cell = dict(weights=name, temperature=round(1.5 * t, 4), detach_weights=bool(held))
+    if name == "tilted":
+        return cell | dict(beta=0.5)
+    return cell | dict(epsilon=round(3 * t, 4))
 
 
 def rows_of_objectives():
@@ -138,16 +144,8 @@ def rows_of_objectives():
     return rows
 
 
-HELD, FREE = dict(detach_weights=True), dict(detach_weights=False)
-WEIGHTS = {
-    "uniform": lambda t: dict(temperature=t),
-    "tilted": lambda t: tilted(t) | FREE,
-    "tilted-held": lambda t: tilted(t) | HELD,
-    "transported": lambda t: transported(t) | FREE,
-    "transported-held": lambda t: transported(t) | HELD,
-    "top": lambda t: dict(weights="top", alpha=0.3, lead_in=False, temperature=OF_TOP[t]),
-}
-OF_TOP = {0.067: 0.067, 0.133: 0.14, 0.267: 0.35}  # chosen by what a run prints
+WEIGHTS = ["uniform", "tilted", "tilted-held", "transported", "transported-held", "top"]
+OF_TOP = {0.067: 0.067, 0.133: 0.14, 0.267: 0.35}  # found by trial
 OBJECTIVES = {  # N = 252; at 1 / (N + 1) debiasing is decoupling where no floor binds
     "nce": {},
     "1/N": dict(tau_plus=round(1 / 253, 6)),
@@ -155,7 +153,7 @@ OBJECTIVES = {  # N = 252; at 1 / (N + 1) debiasing is decoupling where no floor
     "decoupled": dict(objective="decoupled"),
 }
 EFFECTIVE = 0.067, 0.133, 0.267
-COLDER = 0.05, 0.04  # t / (1 + 2β), where the gradient through the weights pushes as a plain loss
+COLDER = 0.05, 0.04  # 0.05 is t / (1 + 2β): tilted weights with their gradient push so, about
 HELD_OR_NOT = ["uniform", "tilted-held", "tilted"]
 SIMCLR = dict(loss="simclr", temperature=0.1)
 CURVE = {
@@ -422,19 +420,31 @@ def table(name):
         return compare.table_of(found)
     values = {row: f"{found[row][0]['linear']:.1f}" for row in rows}
     if STUDIES[name][0] == "shapes":  # settings of several kinds
-        lines = [
-            ["settings", "linear %"],
-            ["---"] * 2,
-            *([f"`{' '.join(command.words_of(rows[row]))}`", x] for row, x in values.items()),
-        ]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines = [["settings", "linear %"]]
+        for row, value in values.items():
+            lines.append([f"`{' '.join(command.words_of(rows[row]))}`", value])
+        return report.markdown(lines)
+    return by_column(values)
+
+
+def geometry(name):
+    """Write uniformity and tolerance over the temperature as two Markdown tables: [4], Table 1."""
+    tables = []
+    for figure in ("uniformity", "tolerance"):
+        found = read(name).items()
+        tables.append(by_column({row: f"{runs[0][figure]:.2f}" for row, runs in found}))
+    return "\n\n".join(tables)
+
+
+def by_column(values):
+    """Write {row-column: cell} as a Markdown table."""
     lines = {}
-    for row, value in values.items():
-        loss, _, column = row.rpartition("-")
-        lines.setdefault(f"`{loss}`", {})[column] = value
-    heading = ["", *next(iter(lines.values()))]
-    body = [[loss, *cells.values()] for loss, cells in lines.items()]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, ["---"] * len(heading), *body))
+    for name, value in values.items():
+        row, _, column = name.rpartition("-")
+        lines.setdefault(f"`{row}`", {})[column] = value
+    columns = list(next(iter(lines.values())))
+    body = [[row, *(cells[column] for column in columns)] for row, cells in lines.items()]
+    return report.markdown([["", *columns], *body])
 
 
 def summary():
@@ -443,7 +453,7 @@ def summary():
     It has the linear readout of each loss on each set of images."""
     names = {"shapes": "shapes", "cifar10": "CIFAR-10", "tiny": "Tiny ImageNet"}
     found = [read(name) for name in names]
-    lines = [["loss", *names.values()], ["---"] * (len(names) + 1)]
+    lines = [["loss", *names.values()]]
     for loss in STUDIES["shapes"][3]:
         cells = [[run["linear"] for run in study.get(loss, [])] for study in found]
         lines.append([f"`{loss}`", *(report.spread(values) if values else "" for values in cells)])
@@ -452,7 +462,7 @@ def summary():
         lines.append(
             [name, *(report.spread([run[figure]["linear"] for run in some]) for some in runs)]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.markdown(lines)
 
 
 def main():

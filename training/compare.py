@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from matplotlib import pyplot as plt
 from torch import distributed
@@ -87,12 +86,11 @@ def table_of(found: dict[str, list]) -> str:
     baseline = baseline_of(found)
     if baseline in BASELINES and len(some) > 1:
         lines[0].append(f"linear, over `{baseline}`")
-        gaps = {name: written(*difference(found[name], found[baseline])) for name in found}
+        gaps = {name: report.gain(gaps_of(found[name], found[baseline])) for name in found}
         gaps[baseline] = ""
         for line, gap in itertools.zip_longest(lines[1:], gaps.values(), fillvalue=""):
             line.append(gap)
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return report.markdown(lines)
 
 
 def baseline_of(found: dict[str, list]) -> str:
@@ -103,38 +101,29 @@ def baseline_of(found: dict[str, list]) -> str:
     return next(iter(found))
 
 
-def written(gap: float, error: float) -> str:
-    """Write a difference, ± its standard error."""
-    return f"{gap:+.1f} ± {error:.1f}"
-
-
-def difference(one: list, other: list, figure: str = "linear") -> tuple[float, float]:
-    """Return the mean difference of two rows of results, and its standard error.
-    Results are paired by seed. A seed that one row lacks, of a stopped study, is left out."""
-    gaps = [a[figure] - b[figure] for a, b in zip(one, other, strict=False)]
-    if len(gaps) < 2:
-        return mean(gaps), math.inf
-    return mean(gaps), stdev(gaps) / math.sqrt(len(gaps))
+def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
+    """Return the differences of two rows of results, paired by seed.
+    A seed that one row lacks, of a stopped study, is left out."""
+    return [a[figure] - b[figure] for a, b in zip(one, other, strict=False)]
 
 
 def verdict(found: dict[str, list]) -> str:
-    """Say which rows differ from the baseline by more than twice the standard error."""
+    """Say which rows differ from the baseline: those whose 95 % interval excludes 0."""
     some = next(iter(found.values()))
     n = len(some)
     if n < 2 or len(found) < 2 or some[0]["linear"] is None:
         return "No difference can be judged: that takes two losses, two seeds and classes."
     baseline = baseline_of(found)
-    exceeding, others = [], []
+    excluding, including = [], []
     for name in found:
         if name != baseline:
-            gap, error = difference(found[name], found[baseline])
-            said = exceeding if abs(gap) > 2 * error else others
-            said.append(f"{name} {written(gap, error)}")
-    odds = {2: 30, 3: 18, 4: 14, 5: 12}.get(n, 10)  # Student's t beyond 2, in percent
-    text = f"Differences to {baseline} over {n} seeds, paired, ± standard error. "
-    text += f"They exceed twice the error: {', '.join(exceeding) or 'none'}. "
-    text += f"They do not: {', '.join(others) or 'none'}. "
-    return text + f"Of differences that are none, {odds} % exceed it."
+            gaps = gaps_of(found[name], found[baseline])
+            middle, half = report.interval(gaps)
+            said = excluding if abs(middle) > half else including
+            said.append(f"{name} {report.gain(gaps)}")
+    text = f"Differences to {baseline}, paired over {n} seeds, with 95 % intervals. "
+    text += f"Those that exclude 0: {', '.join(excluding) or 'none'}. "
+    return text + f"Those that include 0: {', '.join(including) or 'none'}."
 
 
 def draw(found: dict[str, list]) -> report.Picture:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torchvision
 from matplotlib import pyplot as plt
+from scipy import special
 from torch import Tensor
 from tqdm import tqdm
 
@@ -234,6 +235,24 @@ def spread(values: list, digits: int = 1) -> str:
     return text
 
 
+def interval(gaps: list) -> tuple[float, float]:
+    """Return the mean of differences, and half the width of Student's 95 % interval.
+    Of a single difference the width is ∞."""
+    n = len(gaps)
+    if n == 1:
+        return gaps[0], math.inf
+    factor = special.stdtrit(n - 1, 0.975)  # 4.3 for three differences, 2.8 for five
+    return mean(gaps), factor * stdev(gaps) / math.sqrt(n)
+
+
+def gain(gaps: list) -> str:
+    """Write the mean of differences ± half the width of its interval; one difference alone."""
+    middle, half = interval(gaps)
+    if len(gaps) == 1:
+        return f"{middle:+.1f}"
+    return f"{middle:+.1f} ± {half:.1f}"
+
+
 def cells(rows: dict[str, list]) -> list[list[str]]:
     """Write {name: figures of each of its runs} as lines of a table, without empty columns."""
     some = next(iter(rows.values()))[0]
@@ -247,6 +266,13 @@ def cells(rows: dict[str, list]) -> list[list[str]]:
             line.append(spread(values, digits) if values else "")
         lines.append(line)
     return lines
+
+
+def markdown(lines: list[list[str]]) -> str:
+    """Write lines of cells as a Markdown table; the first line is its heading."""
+    heading, *body = lines
+    rule = ["---"] * len(heading)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *body))
 
 
 def rows_of(results: dict) -> dict[str, list]:
@@ -473,21 +499,36 @@ def plane(z: Tensor, nearest: Tensor, steps: int = 300) -> Tensor:
     return x.detach()
 
 
-def draw_histograms(embeddings: dict[str, Tensor], labels: Tensor, bins: int = 100) -> Picture:
-    """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
-    pairs = torch.ones(len(labels), len(labels)).triu(1) > 0
+def cosines_by_class(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines of unit rows: of all pairs of one class, of all of different classes."""
+    pairs = torch.ones(len(labels), len(labels), dtype=torch.bool).triu(1)
+    cosines = (z @ z.T).cpu()[pairs]
     same = (labels[:, None] == labels).cpu()[pairs]
+    return cosines[same], cosines[~same]
+
+
+def histogram(cosines: Tensor, bins: int = 100) -> tuple:
+    """Count cosines → the places of the bins from −1 to 1, and the share of each."""
+    counts = cosines.clamp(-1, 1).histc(bins, -1, 1)  # rounding leaves some beyond 1
+    return torch.linspace(-1, 1, bins).numpy(), (counts / len(cosines)).numpy()
+
+
+def overlap(one: Tensor, other: Tensor) -> float:
+    """Return the area that the histograms of two samples of cosines share, from 0 to 1."""
+    return float(np.minimum(histogram(one)[1], histogram(other)[1]).sum())
+
+
+def draw_histograms(embeddings: dict[str, Tensor], labels: Tensor) -> Picture:
+    """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
     figure, axes = panels(len(embeddings))
     overlaps = {}
     for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
-        cosines = (z @ z.T).cpu()[pairs].clamp(-1, 1)
-        shares = []
-        for title, some in (("one class", same), ("different classes", ~same)):
-            shares.append(cosines[some].histc(bins, -1, 1) / some.sum())
-            axis.plot(torch.linspace(-1, 1, bins).numpy(), shares[-1].numpy(), label=title)
+        same, different = cosines_by_class(z, labels)
+        axis.plot(*histogram(same), label="one class")
+        axis.plot(*histogram(different), label="different classes")
         axis.set(title=f"{name} encoder", xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
         legend(axis)
-        overlaps[name] = f"{100 * torch.minimum(*shares).sum():.0f} %"
+        overlaps[name] = f"{100 * overlap(same, different):.0f} %"
     title = f"Same and different classes overlap by {overlaps['trained']} "
     title += f"(untrained: {overlaps['untrained']})"
     caption = "On the right, pairs of different classes are hard negatives, pairs of one class "

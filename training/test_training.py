@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import stats
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torchvision import datasets
@@ -479,19 +480,26 @@ class TestCompare:
                 assert (options.epochs, options.batch_size, options.lr) == wanted
                 assert options.loss == loss and options.out.parent == tmp_path
 
-    def test_difference(self):
-        gap, error = compare.difference(row(12.0, 22.0, 32.5), row(10.0, 20.0, 30.0))
-        close(gap, np.mean([2, 2, 2.5]), 1e-12)
-        close(error, np.std([2, 2, 2.5], ddof=1) / 3**0.5, 1e-12)
+    def test_interval(self):
+        gaps = compare.gaps_of(row(12.0, 22.0, 32.5), row(10.0, 20.0, 30.0))
+        assert gaps == [2, 2, 2.5]
+        middle, half = report.interval(gaps)
+        low, high = stats.ttest_1samp(gaps, 0).confidence_interval()
+        close((middle - half, middle + half), (low, high), 1e-9)
+        assert report.gain(gaps) == "+2.2 ± 0.7"
+        assert report.interval([2.0]) == (2.0, np.inf) and report.gain([2.0]) == "+2.0"
 
     def test_verdict(self):
         found = {"b": row(12.0, 22.0, 32.5), "c": row(9.0, 23.0, 30.5), "a": row(10.0, 20.0, 30.0)}
-        assert "error: a -2.2 ± 0.2. They do not: c -1.3 ± 1.2" in compare.verdict(found)
+        assert "exclude 0: a -2.2 ± 0.7. Those that include 0: c -1.3 ± 5.2" in compare.verdict(
+            found
+        )
         with_baseline = {"b": found["b"], "c": found["c"], "simclr": found["a"]}
         said = compare.verdict(with_baseline)
-        assert "to simclr over 3" in said and "error: b +2.2 ± 0.2. They do not: c +0.8" in said
+        assert "to simclr, paired over 3" in said
+        assert "exclude 0: b +2.2 ± 0.7. Those that include 0: c +0.8" in said
         header, _, *lines = compare.table_of(with_baseline).splitlines()
-        assert "over `simclr`" in header and "+2.2 ± 0.2 |" in lines[0]
+        assert "over `simclr`" in header and "+2.2 ± 0.7 |" in lines[0]
         assert all(line.endswith("|  |") for line in lines[2:])
         assert compare.verdict({"a": row(10.0)}).startswith("No difference")
 
@@ -1159,6 +1167,12 @@ COMMANDS = re.findall(r"train\.py([^#&\n]*)", "".join(blocks("sh")))
 COMMANDS += re.findall(r"\| `(--.*?)` \|", README + MORE)
 
 
+def headings(page):
+    """Return the anchors of the headings of a page, as GitHub makes them."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
+
+
 class TestReadme:
     """Commands run, and tables are of the recorded runs."""
 
@@ -1224,9 +1238,21 @@ class TestReadme:
         for title, table in importlib.import_module("cause").tables():
             assert table in CAUSE, title
 
-    def test_links_lead_to_files(self):
-        pages = {README: HERE, MORE: HERE / "benchmarks", CAUSE: HERE / "benchmarks"}
-        pages |= {THEOREMS: HERE / "benchmarks", TUTORIAL: HERE / "tutorial"}
-        for page, folder in pages.items():
-            for link in re.findall(r"\]\(([^)#]+)", page):
-                assert link.startswith("https://") or (folder / link).stat().st_size > 1000, link
+    def test_claims_are_judged_by_the_recorded_runs(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
+        claims, studies = (importlib.import_module(name) for name in ("claims", "studies"))
+        assert claims.table() in MORE
+        assert all(table in MORE for table in studies.geometry("tiny-t").split("\n\n"))
+        for gaps, said in (([1, 2, 3], "open"), ([4, 5, 6], "holds"), ([-4, -5, -6], "fails")):
+            assert claims.judgement(gaps) == said
+
+    def test_links_lead_to_files_and_headings(self):
+        paths = [HERE / "README.md", HERE / "tutorial" / "README.md"]
+        paths += (HERE / "benchmarks").glob("*.md")
+        for path in paths:
+            for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
+                if link.startswith("https://"):
+                    continue
+                target = path.parent / link if link else path
+                assert target.stat().st_size > 1000, link
+                assert not heading or heading in headings(target), heading
