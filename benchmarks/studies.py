@@ -11,6 +11,7 @@ class, in train/ and test/.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -20,7 +21,7 @@ from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
-from training import command, compare, report
+from training import command, compare, images, report, runs
 
 HERE = Path(__file__).resolve().parent
 SEARCH, THREE, FIVE = [100], range(3), range(5)
@@ -326,6 +327,24 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         GAMES_20 | OF_GAMES,
         GAMES | {"twice": dict(loss="simclr", epochs=16)},
     ),
+    "long": (  # all images, for 30 times as many steps as in cifar10
+        "cifar10",
+        THREE,
+        dict(epochs=60, batch_size=256, lr=0.003),
+        {
+            "simclr": SIMCLR,
+            "tilted": SIMCLR | dict(weights="tilted", beta=0.5),  # the best of `cause`
+            "hcl": dict(loss="hcl", temperature=0.07, beta=0.5, tau_plus=0.01),
+            "ot": dict(loss="ot", temperature=0.07, epsilon=0.3),
+        },
+    ),
+    "finetune-tenth": (  # [3], 1: a run sees 100 000 images, as in the next
+        "cifar10",
+        THREE,
+        OF_GAMES | dict(fraction=0.1, epochs=20, pretrain=8),
+        {"SimCLR": dict(loss="simclr"), "DiffHard": GAME},
+    ),
+    "finetune-all": ("cifar10", THREE, OF_GAMES | dict(epochs=2), {"SimCLR": dict(loss="simclr")}),
 }
 for classes, share in ((10, 1), (50, 0.2), (200, 0.05)):  # 2 500 images of Tiny ImageNet
     STUDIES[f"classes-{classes}"] = (
@@ -340,15 +359,46 @@ def study(name, folders, out):
     """Train what is not there yet of a study, and record it."""
     data, plan = plan_of(name, folders, out)
     found = compare.compare(plan, train.run, out / name)
-    for row, runs_of_row in found.items():
-        for run in runs_of_row:
+    for row, results in found.items():
+        for run, options in zip(results, plan[row], strict=True):
             run["data"] = run["options"]["data"] = data
-            if name == "games-10":  # [3], Table 3: the encoder's features on other images
-                folder = out / name / f"{row}-{run['seed']}"
-                report.transfer(folder, train.Options())
-                transferred = json.loads((folder / "evaluate-shapes.json").read_text())
-                run["transfer"] = transferred["linear"]
+            if name in MEASURED_AFTER:
+                measure_after = MEASURED_AFTER[name]
+                measure_after(run, options.out, folders[data])
     (HERE / "results" / f"{name}.json").write_text(json.dumps(found) + "\n")
+
+
+def transfer(run, folder, data):
+    """Measure the encoder of a run on other images, the shapes: [3], Table 3."""
+    report.transfer(folder, train.Options())
+    transferred = json.loads((folder / "evaluate-shapes.json").read_text())
+    run["transfer"] = transferred["linear"]
+
+
+def finetune(run, folder, data):
+    """Fine-tune a run's encoder, and the untrained one, on a hundredth of all labels: [3], 1."""
+    seed, data = run["seed"], str(data)
+    encoder = runs.encoder_of(runs.read_checkpoint(folder, "cpu"))
+    run["finetuned"] = report.finetune(encoder, everything_of(data), LABELLED, seed)
+    run["untrained"]["finetuned"] = finetuned_from_scratch(data, seed)
+
+
+@functools.cache
+def everything_of(data):
+    """Read all images of a folder, once."""
+    return images.read(train.Options(data=data))
+
+
+@functools.cache
+def finetuned_from_scratch(data, seed):
+    """Return the accuracy of an untrained encoder that is fine-tuned."""
+    of_folder = everything_of(data)
+    encoder = runs.untrained("small", of_folder.train.shape[-1], "cpu", seed)
+    return report.finetune(encoder, of_folder, LABELLED, seed)
+
+
+LABELLED = 0.01
+MEASURED_AFTER = {"games-10": transfer, "finetune-tenth": finetune, "finetune-all": finetune}
 
 
 def plan_of(name, folders, out):

@@ -32,6 +32,7 @@ COLUMNS = {
     "uniformity": "uniformity",
     "tolerance": "tolerance",
 }
+OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative ess clamped share temperature_effective".split()
 FIGURES += "pair d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
@@ -256,12 +257,13 @@ def gain(gaps: list) -> str:
 def cells(rows: dict[str, list]) -> list[list[str]]:
     """Write {name: figures of each of its runs} as lines of a table, without empty columns."""
     some = next(iter(rows.values()))[0]
-    shown = [name for name in COLUMNS if some.get(name) is not None]
-    lines = [[""] + [COLUMNS[name] for name in shown]]
+    titles = COLUMNS | OF_SOME
+    shown = [name for name in titles if some.get(name) is not None]
+    lines = [[""] + [titles[name] for name in shown]]
     for title, figures in rows.items():
         line = [title]
         for name in shown:
-            digits = 1 if "%" in COLUMNS[name] else 2
+            digits = 1 if "%" in titles[name] else 2
             values = [run[name] for run in figures if name in run]  # older records lack some
             line.append(spread(values, digits) if values else "")
         lines.append(line)

@@ -898,6 +898,37 @@ class TestPapers:
         assert papers.table() in MORE
 
 
+class TestStudies:
+    """benchmarks/studies.py: runs of a study, and what is measured after them."""
+
+    def test_a_study_is_recorded_with_its_fine_tuning(self, tmp_path, monkeypatch):
+        """Also where the runs were there before."""
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
+        monkeypatch.setattr(report, "STEPS", 2)
+        studies = importlib.import_module("studies")
+        monkeypatch.setattr(studies, "HERE", tmp_path)
+        monkeypatch.setattr(studies, "LABELLED", 0.5)
+        data = tmp_path / "images"
+        for part in ("train", "test"):
+            write_images(data / part)
+        common = dict(batch_size=4, epochs=1, lr=0.001)
+        rows = {"SimCLR": dict(loss="simclr"), "hcl": dict(loss="hcl", temperature=0.2)}
+        small = ("cifar10", [3], common, rows)
+        monkeypatch.setitem(studies.STUDIES, "finetune-tenth", small)
+        (tmp_path / "results").mkdir()
+        for _ in range(2):
+            studies.study("finetune-tenth", {"cifar10": data}, tmp_path / "out")
+            found = studies.read("finetune-tenth")
+            assert found.keys() == rows.keys()
+            runs_of_seed = [results[0] for results in found.values()]
+            assert {run["seed"] for run in runs_of_seed} == {3}
+            assert len({run["untrained"]["finetuned"] for run in runs_of_seed}) == 1
+            assert all("finetuned" in run for run in runs_of_seed)
+            assert "fine-tuned %" in studies.table("finetune-tenth")
+        assert found["hcl"][0]["options"]["temperature"] == 0.2
+        assert found["hcl"][0]["data"] == "cifar10"
+
+
 def attribute(x, path):
     """Follow a path of attributes, keys and places."""
     for name in path.split("."):
