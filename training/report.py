@@ -526,8 +526,9 @@ def draw_histograms(embeddings: dict[str, Tensor], labels: Tensor) -> Picture:
     overlaps = {}
     for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
         same, different = cosines_by_class(z, labels)
-        axis.plot(*histogram(same), label="one class")
-        axis.plot(*histogram(different), label="different classes")
+        for title, cosines in (("one class", same), ("different classes", different)):
+            places, shares = histogram(cosines)
+            axis.plot(places, shares, label=title)
         axis.set(title=f"{name} encoder", xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
         legend(axis)
         overlaps[name] = f"{100 * overlap(same, different):.0f} %"
