@@ -108,8 +108,5 @@ if __name__ == "__main__":
     }
     (HERE / "results" / "explicit.json").write_text(json.dumps(found) + "\n")
     print(table(found))
-    print(
-        compare.verdict(
-            {name: [{"linear": v[0]} for v in values] for name, values in found.items()}
-        )
-    )
+    within = {name: [pair[0] for pair in values] for name, values in found.items()}
+    print(compare.verdict(compare.runs_of(within)))

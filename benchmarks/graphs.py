@@ -176,8 +176,7 @@ def main():
                     bar.update()
     print(table(found))
     for name, rows in found.items():
-        as_runs = {row: [{"linear": value} for value in values] for row, values in rows.items()}
-        print(f"\n{name}. {compare.verdict(as_runs)}")
+        print(f"\n{name}. {compare.verdict(compare.runs_of(rows))}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,16 @@ def baseline_of(found: dict[str, list]) -> str:
 def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
     """Return the differences of two rows of results, paired by seed.
     A seed that one row lacks, of a stopped study, is left out."""
-    return [a[figure] - b[figure] for a, b in zip(one, other, strict=False)]
+    of_seed = {run["seed"]: run[figure] for run in other}
+    return [run[figure] - of_seed[run["seed"]] for run in one if run["seed"] in of_seed]
+
+
+def runs_of(rows: dict[str, list]) -> dict[str, list]:
+    """Make results of {name: the accuracy with each seed from 0 on}, for `verdict`."""
+    found = {}
+    for name, values in rows.items():
+        found[name] = [{"seed": seed, "linear": value} for seed, value in enumerate(values)]
+    return found
 
 
 def verdict(found: dict[str, list]) -> str:

@@ -246,12 +246,12 @@ def interval(gaps: list) -> tuple[float, float]:
     return mean(gaps), factor * stdev(gaps) / math.sqrt(n)
 
 
-def gain(gaps: list) -> str:
+def gain(gaps: list, digits: int = 1) -> str:
     """Write the mean of differences ± half the width of its interval; one difference alone."""
     middle, half = interval(gaps)
     if len(gaps) == 1:
-        return f"{middle:+.1f}"
-    return f"{middle:+.1f} ± {half:.1f}"
+        return f"{middle:+.{digits}f}"
+    return f"{middle:+.{digits}f} ± {half:.{digits}f}"
 
 
 def cells(rows: dict[str, list]) -> list[list[str]]:

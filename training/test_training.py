@@ -436,8 +436,9 @@ class TestReport:
 
 def row(*values):
     """Make results of a row with these linear accuracies."""
-    start = {"linear": 5.0}
-    return [{"linear": value, "untrained": start, "raw": start} for value in values]
+    start = {"untrained": {"linear": 5.0}, "raw": {"linear": 5.0}}
+    (runs_of_row,) = compare.runs_of({"": values}).values()
+    return [run | start for run in runs_of_row]
 
 
 class TestCompare:
@@ -449,7 +450,7 @@ class TestCompare:
         together = ["--compare", "simclr", "hcl", "--seeds", "2", *words, f"{tmp_path / 'all'}"]
         train.main(together)
         table, files = capsys.readouterr().out, sorted((tmp_path / "all").glob("*-?/results.json"))
-        assert "| `hcl` |" in table and "exceed twice" in table
+        assert "| `hcl` |" in table and "95 % intervals" in table
         assert (tmp_path / "all" / "compare.png").stat().st_size > 10000
         assert [path.parent.name for path in files] == ["hcl-0", "hcl-1", "simclr-0", "simclr-1"]
         train.main(["--loss", "hcl", "--seed", "1", *words, f"{tmp_path / 'one'}"])
@@ -483,6 +484,7 @@ class TestCompare:
     def test_interval(self):
         gaps = compare.gaps_of(row(12.0, 22.0, 32.5), row(10.0, 20.0, 30.0))
         assert gaps == [2, 2, 2.5]
+        assert compare.gaps_of(row(12.0, 22.0, 32.5)[::-1], row(10.0, 20.0)) == [2, 2]
         middle, half = report.interval(gaps)
         low, high = stats.ttest_1samp(gaps, 0).confidence_interval()
         close((middle - half, middle + half), (low, high), 1e-9)
@@ -1276,6 +1278,10 @@ class TestReadme:
         assert all(table in MORE for table in studies.geometry("tiny-t").split("\n\n"))
         for gaps, said in (([1, 2, 3], "open"), ([4, 5, 6], "holds"), ([-4, -5, -6], "fails")):
             assert claims.judgement(gaps) == said
+        small, large = [1.0, 1.1, 0.9, 1.0, 1.2], [0.4, 1.1, 0.2, 0.9, 1.2]  # p = 0.00003, 0.018
+        assert claims.corrected([large]) == {0} and claims.corrected([large] * 3) == set()
+        assert claims.corrected([small] + [large] * 3) == {0}
+        assert claims.corrected([large, small, large]) == {0, 1, 2}
 
     def test_links_lead_to_files_and_headings(self):
         paths = [HERE / "README.md", HERE / "tutorial" / "README.md"]
