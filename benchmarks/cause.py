@@ -43,11 +43,6 @@ def row_of(found, name, t=COLD):
     return sorted(found.get(name, []), key=lambda run: run["seed"])
 
 
-def effect(found, one, other, t=COLD, figure="linear"):
-    """Return the mean difference of two cells, paired by seed, and half its 95 % interval."""
-    return report.interval(gaps_of(found, one, other, t, figure))
-
-
 def gaps_of(found, one, other, t=COLD, figure="linear"):
     """Return the difference of two cells for each seed."""
     return compare.gaps_of(row_of(found, one, t), row_of(found, other, t), figure)
@@ -60,8 +55,9 @@ def mean_gaps(found, factors, figure="linear"):
     return [mean(of_seed) for of_seed in zip(*gaps, strict=True)]
 
 
-def written(middle, half):
-    """Write a difference with its interval; in bold if 0 lies outside."""
+def written(gaps):
+    """Write the mean of differences with its interval; in bold if 0 lies outside."""
+    middle, half = report.interval(gaps)
     text = f"{middle:+.1f} ± {half:.1f}".replace("-", "−")
     if abs(middle) > half:
         text = f"**{text}**"
@@ -101,9 +97,8 @@ def search_factors():
                 pairs.append((found[changed], run))
         line = [factor, f"{len(pairs)}"]
         for figure in ("linear", "knn"):
-            line.append(
-                written(*report.interval([one[figure] - other[figure] for one, other in pairs]))
-            )
+            gaps = [one[figure] - other[figure] for one, other in pairs]
+            line.append(written(gaps))
         lines.append(line)
     return report.markdown(lines)
 
@@ -118,7 +113,7 @@ def cells_table(name):
         cold = [run["history"][-1]["temperature_effective"] for run in runs]
         over = ""
         if cell != f"uniform nce {COLD}":
-            over = written(*effect(found, cell, "uniform nce"))
+            over = written(gaps_of(found, cell, "uniform nce"))
         line = [cell, *(report.spread([run[x] for run in runs]) for x in ("linear", "knn"))]
         line += [over, f"{mean(cold):.3f}"]
         for figure in ("uniformity", "tolerance"):
@@ -138,13 +133,16 @@ def factors_table():
         for found in sets.values():
             for figure in ("linear", "knn"):
                 known = row_of(found, one) and row_of(found, other)
-                line.append(written(*effect(found, one, other, figure=figure)) if known else "")
+                text = ""
+                if known:
+                    text = written(gaps_of(found, one, other, figure=figure))
+                line.append(text)
         lines.append(line)
     for title, factors in (("all gradients", GRADIENTS), ("both held weights", HELD)):
         line = [f"{title}, mean", ""]
         for found in sets.values():
             for figure in ("linear", "knn"):
-                line.append(written(*report.interval(mean_gaps(found, factors, figure))))
+                line.append(written(mean_gaps(found, factors, figure)))
         lines.append(line)
     return report.markdown(lines)
 
@@ -157,7 +155,7 @@ def warm_table():
     for t in studies.EFFECTIVE[1:]:
         line = [f"{t}"]
         for cells in (("tilted nce", "tilted-held nce"), ("tilted-held nce", "uniform nce")):
-            line += [written(*effect(found, *cells, t, figure)) for figure in ("linear", "knn")]
+            line += [written(gaps_of(found, *cells, t, figure)) for figure in ("linear", "knn")]
         lines.append(line)
     return report.markdown(lines)
 
@@ -179,7 +177,7 @@ def draw_factors():
         found = studies.read(name)
         for place, (one, other) in enumerate(FACTORS.values()):
             if row_of(found, one) and row_of(found, other):
-                middle, half = effect(found, one, other)
+                middle, half = report.interval(gaps_of(found, one, other))
                 label = title if place == 0 else None
                 options = {"fmt": "o", "color": f"C{k}", "label": label, "capsize": 3}
                 axis.errorbar(middle, -place - 0.2 * k, xerr=half, **options)

@@ -37,14 +37,9 @@ class Claim(NamedTuple):
     gaps: dict[str, Gap | Callable]
 
 
-def gradients(name):
-    """Return a study of CAUSE.md, and what the gradient through the weights gains, by seed."""
-    return name, cause.mean_gaps(studies.read(name), cause.GRADIENTS)
-
-
-def held(name):
-    """Return a study of CAUSE.md, and what weights that are held gain, by seed."""
-    return name, cause.mean_gaps(studies.read(name), cause.HELD)
+def of_factors(study, factors):
+    """Return a study of CAUSE.md, and what several factors gain in the mean, by seed."""
+    return study, cause.mean_gaps(studies.read(study), factors)
 
 
 def ten_times_the_images():
@@ -92,8 +87,8 @@ CLAIMS = [
         "the gradient through the weights gains",
         "here",
         {
-            "CIFAR-10": functools.partial(gradients, "cause"),
-            TINY: functools.partial(gradients, "cause-tiny"),
+            "CIFAR-10": functools.partial(of_factors, "cause", cause.GRADIENTS),
+            TINY: functools.partial(of_factors, "cause-tiny", cause.GRADIENTS),
         },
     ),
     Claim(
@@ -108,8 +103,8 @@ CLAIMS = [
         "held weights gain",
         "[2]",
         {
-            "CIFAR-10": functools.partial(held, "cause"),
-            TINY: functools.partial(held, "cause-tiny"),
+            "CIFAR-10": functools.partial(of_factors, "cause", cause.HELD),
+            TINY: functools.partial(of_factors, "cause-tiny", cause.HELD),
         },
     ),
     Claim("a larger β gains more", "[1]", {"β = 2 over 0.5": Gap("beta", "hcl-2", "hcl-0.5")}),

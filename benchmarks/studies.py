@@ -327,7 +327,7 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
         GAMES_20 | OF_GAMES,
         GAMES | {"twice": dict(loss="simclr", epochs=16)},
     ),
-    "long": (  # all images, for 30 times as many steps as in cifar10
+    "long": (  # all images, for 15 times as many steps as in cifar10
         "cifar10",
         THREE,
         dict(epochs=60, batch_size=256, lr=0.003),

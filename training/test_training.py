@@ -493,9 +493,8 @@ class TestCompare:
 
     def test_verdict(self):
         found = {"b": row(12.0, 22.0, 32.5), "c": row(9.0, 23.0, 30.5), "a": row(10.0, 20.0, 30.0)}
-        assert "exclude 0: a -2.2 ± 0.7. Those that include 0: c -1.3 ± 5.2" in compare.verdict(
-            found
-        )
+        said = compare.verdict(found)
+        assert "exclude 0: a -2.2 ± 0.7. Those that include 0: c -1.3 ± 5.2" in said
         with_baseline = {"b": found["b"], "c": found["c"], "simclr": found["a"]}
         said = compare.verdict(with_baseline)
         assert "to simclr, paired over 3" in said
