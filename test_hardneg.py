@@ -1607,7 +1607,7 @@ class TestLimits:
         """
         cost = rng(seed).uniform(0, 2, (a, n))
         kernel = torch.tensor(-cost / 0.05)
-        f, g, error = hardneg.sinkhorn(kernel, tolerance=1e-7, max_steps=4000)
+        f, g, error = hardneg.sinkhorn(kernel, tolerance=1e-5)
         slack = 2 * float(error) + 1e-9  # mass that is off its row may save its whole cost
         spent = float((torch.exp(f[:, None] + kernel + g) * torch.tensor(cost)).sum())
         least = float((oracle.exact_coupling(cost) * cost).sum())
@@ -2540,8 +2540,8 @@ class TestWhatIsReadRuns:
     EDITS += [("debiased", {"loss": "debiased", "tau_plus": 0.01}), ("ppcl", {"loss": "ppcl"})]
     EDITS += [("simple", {"loss": "hard-simple"}), ("decoupled", {"objective": "decoupled"})]
     EDITS += [("triplet", {"loss": "triplet", "margin": 0.5}), ("answer", {"loss": "hcl"})]
-    CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 2048)]
-    CASES += [(*edit, 128, "none") for edit in EDITS] + [("tilted", {"loss": "hcl"}, 2048, "none")]
+    CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 600)]
+    CASES += [(*edit, 128, "none") for edit in EDITS] + [("tilted", {"loss": "hcl"}, 600, "none")]
 
     @pytest.mark.parametrize("name, options, samples, reduction", CASES)
     def test_an_edit_changes_the_gradient(self, monkeypatch, name, options, samples, reduction):

@@ -497,6 +497,30 @@ def by_column(values):
     return report.markdown([["", *columns], *body])
 
 
+def progress(name):
+    """Write kNN in the course of the runs as a Markdown table, a line for each measurement.
+
+    The first column of figures is the baseline's, the others what their rows gain over it."""
+    found = read(name)
+    baseline = compare.baseline_of(found)
+    others = [row for row in found if row != baseline]
+    lines = [["epoch", f"`{baseline}`, kNN %", *(f"`{row}`, gain" for row in others)]]
+    measured = {row: [measured_in(run) for run in runs] for row, runs in found.items()}
+    for of_baseline in zip(*measured[baseline], strict=True):
+        epoch = of_baseline[0]["epoch"]
+        line = [str(epoch), report.spread([run["knn"] for run in of_baseline])]
+        for row in others:
+            then = [entry for run in measured[row] for entry in run if entry["epoch"] == epoch]
+            line.append(report.gain(compare.gaps_of(then, of_baseline, "knn")))
+        lines.append(line)
+    return report.markdown(lines)
+
+
+def measured_in(run):
+    """List what was measured in the course of a run, as figures of runs with its seed."""
+    return [{"seed": run["seed"]} | entry for entry in run["history"] if "knn" in entry]
+
+
 def summary():
     """Write the first table of ../README.md.
 

@@ -220,8 +220,11 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
         values = [step[name] for step in seen if name in step]
         if values:
             means[name] = mean(values)
-    if training.epoch % math.ceil(training.epochs / 10) == 0 and images.classes:
-        means |= evaluate(training.encoder, at_most(images, 1000), ("knn",))
+    every = math.ceil(training.epochs / 10)
+    if training.epoch % every == 0 and images.classes:
+        trained = every * len(training.images)
+        some = at_most(images, max(1000, trained // 20))  # takes a small share of the time
+        means |= evaluate(training.encoder, some, ("knn",))
     return means
 
 

@@ -900,6 +900,33 @@ class TestPapers:
         assert papers.table() in MORE
 
 
+class TestSummary:
+    """report.summary: what is kept of an epoch."""
+
+    @pytest.mark.parametrize("n, epochs, wanted", [(2000, 12, 1000), (50_000, 60, 15_000)])
+    def test_longer_runs_are_measured_on_more_images(self, monkeypatch, n, epochs, wanted):
+        """Ten times in a run, on a twentieth of the images that it saw meanwhile."""
+        labels = torch.arange(n) % 2
+        of_a_pixel = torch.zeros(n, 3, 1, 1, dtype=torch.uint8)
+        everything = Images(of_a_pixel, labels, of_a_pixel, labels, ["a", "b"])
+        asked = []
+
+        def evaluate(encoder, some, figures):
+            asked.append((len(some.train), len(some.test), *figures))
+            return {"knn": 50.0}
+
+        monkeypatch.setattr(report, "evaluate", evaluate)
+        every = -(-epochs // 10)
+        for epoch in range(1, epochs + 1):
+            training = SimpleNamespace(
+                epoch=epoch, epochs=epochs, images=everything.train, encoder=None
+            )
+            means = report.summary(training, [{"loss": 1.0}, {"loss": 2.0}], everything)
+            assert means["loss"] == 1.5
+            assert ("knn" in means) == (epoch % every == 0)
+        assert asked == [(wanted, wanted, "knn")] * (epochs // every)
+
+
 class TestStudies:
     """benchmarks/studies.py: runs of a study, and what is measured after them."""
 
@@ -929,6 +956,29 @@ class TestStudies:
             assert "fine-tuned %" in studies.table("finetune-tenth")
         assert found["hcl"][0]["options"]["temperature"] == 0.2
         assert found["hcl"][0]["data"] == "cifar10"
+
+    def test_gains_in_the_course_of_the_runs_are_paired_by_seed(self, monkeypatch):
+        """Of several epochs that were measured, each has a line."""
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
+        studies = importlib.import_module("studies")
+
+        def run_of(seed, *accuracies):
+            history = [{"epoch": 1, "loss": 3.0}]
+            history += [{"epoch": 2 * k, "knn": x} for k, x in enumerate(accuracies, 1)]
+            return {"seed": seed, "history": history}
+
+        found = {
+            "hcl": [run_of(1, 43.0, 50.0), run_of(0, 41.0, 47.0)],
+            "simclr": [run_of(0, 40.0, 44.0), run_of(1, 42.0, 46.0)],
+        }
+        monkeypatch.setattr(studies, "read", lambda name: found)
+        lines = studies.progress("long").splitlines()
+        assert lines[0] == "| epoch | `simclr`, kNN % | `hcl`, gain |"
+        factor = 12.706  # Student's for two differences
+        assert lines[2:] == [
+            "| 2 | 41.0 ± 1.4 | +1.0 ± 0.0 |",
+            f"| 4 | 45.0 ± 1.4 | +3.5 ± {factor * 0.5:.1f} |",
+        ]
 
 
 def attribute(x, path):
