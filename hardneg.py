@@ -7,8 +7,9 @@ the negatives, away. Which negatives count, and how much, decides how good the e
 method here answers the same three questions, and the file asks them in this order:
 
     1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given ones
-    2. How much does each one count?  weights: candidates are drawn from p; the weight makes them
-                                      count as if they were drawn from the harder q: w ∝ q/p
+    2. How much does each one count?  weights: candidates are drawn from p, the data's distribution;
+                                      weights w ∝ q/p make them count as if drawn from q, which
+                                      prefers candidates near the anchor
     3. What is done with them?        objective: nce (and its debiasing), simple, triplet, ppcl, …
 
     from hardneg import ContrastiveLoss
@@ -32,8 +33,8 @@ Symbols
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
     epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
-A name that ends in _ works in place. Sums of e^s stay in the log domain: e^{(1+β)/t} overflows
-float32 at β = 1, t = 0.02.
+A name that ends in _ works in place; by_x is the gradient in x. Sums of e^s stay in the log domain:
+e^{(1+β)/t} overflows float32 at β = 1, t = 0.02.
 
 Sections: 1 Weights, 2 Objectives, 3 The loss, 4 Finding, 5 Numerics and checks, 6 Large batches and
 ranks. They are the loss. 7 Views, 8 Encoders, 9 Generators, 10 Readouts, 11 Training use it.
@@ -81,7 +82,7 @@ _MASKED = -1e28  # logits and log weights below this do not count
 # transported a constant of the row is free: `mean_one` chooses it. A rule sees some rows at a time,
 # and only autograd differentiates it: what stands here is what trains, at every batch size. To add
 # a rule: a function here, its name in WEIGHTS, its call in `weigh`, its options in Options, RANGES
-# and VALUES. Or pass the function itself: contrastive_loss(x, y, weights=mine).
+# and VALUES. Or pass the function itself: contrastive_loss(x, y, weights=my_rule).
 
 
 def uniform(logits: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def uniform(logits: Tensor) -> Tensor:
 def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
     """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
     With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`. The push has `uniform`'s shares at t/(1 + β).
+    Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
+    gradients in the shares of `uniform` at t/(1 + β).
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
     if beta < torch.finfo(logits.dtype).tiny:  # 0, or 0 in this dtype: 0 · (−∞) would be NaN
         return uniform(logits)
@@ -103,7 +105,8 @@ def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
 
 def hardest(logits: Tensor) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, −∞ elsewhere.
-    With `mean_one` it has the weight N; ties share it. It is the limit β → ∞ of `tilted`.
+    With `mean_one` at log_n = log N it has the weight N; ties share it. It is the limit β → ∞ of
+    `tilted`.
     Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
     nearest = logits.amax(-1, keepdim=True)
     return uniform(logits).masked_fill(logits < nearest, -INF)
@@ -128,6 +131,7 @@ def transported(
 ) -> Tensor:
     """Count near candidates, but let each candidate have the same total weight over all anchors.
         w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
+    The total is the same if all anchors have equally many candidates.
     logits (A, N) are of unit rows; epsilon is in the unit of the cost; temperature is that of the
     logits, as costs are of cosines. potential: the g (N,) of `sinkhorn`, which runs if it is None.
     With `mean_one`, w_ij = N P*(j | i).
@@ -189,7 +193,7 @@ def sinkhorn(
 
 def _log_sums(log_kernel, g):
     """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
-    Both come from one pass over the blocks, as a block may have to be computed again."""
+    A block may be computed anew whenever it is read, so one pass gives both."""
     blocks = log_kernel() if callable(log_kernel) else [log_kernel]
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
@@ -219,7 +223,7 @@ def _has_converged(error, step, max_steps, tolerance):
     if step == max_steps and last > tolerance:
         message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
         message += "raise epsilon, or check that labels leave enough candidates"
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)
     return step == max_steps or last <= tolerance or math.isnan(last)
 
 
@@ -291,18 +295,17 @@ def debiased(
     tau_plus: float = 0.0,
     temperature: float | Tensor = 1.0,
     log_w_pos: Tensor | None = None,
-    log_n: Tensor | float | None = None,
+    log_total: Tensor | float | None = None,
     debias: str = "published",
-    return_clamped: bool = False,
 ) -> Tensor:
     """Compute the log of the weighted sum of e^s over negatives, less that of false negatives.
         log max( (Σ_j w_j e^{s_j} − W τ E⁺) / (1 − τ),  floor ),
         E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     W = Σ_j w_j, which is N for weights of mean 1
 
-    pos, neg are logits; log_w_pos (A, M), None for uniform weights and no pos of −∞ → (A,). log_n:
-    log W; None: computed. return_clamped: return instead at which anchors nothing is left, or less
-    than the floor. On a CPU, a warning says if these are more than half. Limits: τ⁺ = 0 is
-    log Σ_j w_j e^{s_j}, without a floor. At τ⁺ = 1/N it acts like `decoupled`.
+    pos, neg are logits; log_w_pos (A, M), None for uniform weights and no pos of −∞ → (A,).
+    log_total: log W; None: computed. On a CPU, a warning says if at more than half of the anchors
+    nothing is left, or less than the floor. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
+    At τ⁺ = 1/N it acts like `decoupled`.
     "published"  τ = τ⁺, and the floor W e^{−1/t}, as no cosine is below −1; it has no gradient. For
                  uniform weights W τ E⁺ is the expected sum over false negatives; for others the
                  formula does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)
@@ -310,37 +313,51 @@ def debiased(
                  at most the largest e^s. The floor, which also stands where τ_i ≥ 1, is the
                  published mean for uniform weights: hard weights raise a mean. It needs positives
                  that are samples of the class, four or more, and t ≥ 0.3. Ref: [1], q_β⁻"""
-    total = log_sum(neg, log_w)
+    settings = tau_plus, temperature, log_w_pos, log_total, debias
+    rest, clamped = _debiased(pos, neg, log_w, *settings)
+    if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
+        message = "debiasing: the floor binds for most anchors: raise temperature or lower tau_plus"
+        warnings.warn(message, stacklevel=2)
+    return rest
+
+
+def _debiased(
+    pos,
+    neg,
+    log_w,
+    tau_plus=0.0,
+    temperature=1.0,
+    log_w_pos=None,
+    log_total=None,
+    debias="published",
+):
+    """Compute `debiased` (A,), and whether nothing is left, or less than the floor (A,)."""
+    log_all = log_sum(neg, log_w)
     if tau_plus == 0:
-        return torch.zeros_like(total, dtype=torch.bool) if return_clamped else total
-    if log_n is None:
-        log_n = log_sum(log_w)
+        return log_all, torch.zeros_like(log_all, dtype=torch.bool)
+    if log_total is None:
+        log_total = log_sum(log_w)
     if log_w_pos is None:
-        log_mean = log_sum(pos) - math.log(pos.shape[1])
+        log_positive = log_sum(pos) - math.log(pos.shape[1])  # log E⁺
     else:
-        log_mean = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
+        log_positive = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
     log_tau = math.log(tau_plus)
     log_others = math.log1p(-tau_plus)
-    floor = log_n - 1 / temperature
+    floor = log_total - 1 / temperature
     if debias == "exact":
         log_tau = _log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
         log_others = _log_difference(torch.zeros_like(log_tau), log_tau)
         alike = uniform(neg)
-        floor = debiased(pos, neg, alike, tau_plus, temperature, uniform(pos))
-        floor = floor + log_n - log_sum(alike)
-    log_false = log_n + log_tau + log_mean
-    rest = _log_difference(total, log_false) - log_others
-    nothing_left = log_false >= total
+        published, _ = _debiased(pos, neg, alike, tau_plus, temperature, uniform(pos))
+        floor = published + log_total - log_sum(alike)  # the same mean, with W for N
+    log_false = log_total + log_tau + log_positive
+    rest = _log_difference(log_all, log_false) - log_others
+    nothing_left = log_false >= log_all
     if debias == "exact":
         nothing_left |= log_tau >= 0
-        rest = torch.minimum(rest, neg.amax(-1) + log_n).maximum(floor)
-    clamped = (nothing_left | (rest < floor)) & (total > _MASKED)  # not without negatives
-    if return_clamped:
-        return clamped
-    if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
-        message = "debiasing: the floor binds for most anchors: raise temperature or lower tau_plus"
-        warnings.warn(message, stacklevel=2)
-    return torch.where(clamped, floor, rest)
+        rest = torch.minimum(rest, neg.amax(-1) + log_total).maximum(floor)
+    clamped = (nothing_left | (rest < floor)) & (log_all > _MASKED)  # not without negatives
+    return torch.where(clamped, floor, rest), clamped
 
 
 def _log_class_share(pos, neg, log_w, log_w_pos, tau_plus):
@@ -388,7 +405,8 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
 def _weighted_mean(x, log_w):
     """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension, 0 without a candidate."""
     w = torch.softmax(log_w.clamp_min(_NONE), -1)  # clamp: a row of −∞ alone would give NaN
-    return (w * x.masked_fill(torch.minimum(log_w, x) < _MASKED, 0)).sum(-1)
+    dropped = (log_w < _MASKED) | (x < _MASKED)  # False for NaN, which has to show
+    return (w * x.masked_fill(dropped, 0)).sum(-1)
 
 
 def ppcl(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
@@ -446,9 +464,9 @@ def contrastive_loss(
     """Compute any of the losses, on two or more views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
 
-    views           (B, D) each; row i of each is a view of sample i. Each view is an anchor, in the
-                    order of torch.cat(views). The other views of its sample are its positives, the
-                    views of other samples its candidates
+    views           (B, D) each; row i of each shows sample i. Each row is an anchor, in the order
+                    of torch.cat(views). The other rows of its sample are its positives, the rows of
+                    other samples its candidates
     negatives       (K, D): the candidates are these rows instead, and the anchors the first view
                     alone; or (B, K, D), rows for each anchor. For the second views and given rows
                     together: negatives=torch.cat([y, given.flatten(0, 1)]),
@@ -456,7 +474,7 @@ def contrastive_loss(
     positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
                     candidate
     negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
-                    negative: for ragged or filtered ones
+                    negative: for ragged or filtered ones. Masked rows have to be finite, too
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
                     they are positives. Every number is a label: none says "unknown". With
                     negatives (K, D): (B + K,), the last K of its rows
@@ -467,9 +485,9 @@ def contrastive_loss(
     return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors
                     where debiasing leaves nothing, or less than its floor; `ess`, (Σw)²/Σw² as a
                     share of N; `positive` and `negative`, mean cosines; `temperature_effective`,
-                    the t at which simclr's push on the negatives has as much entropy as this one at
-                    fixed weights, a geometric mean of 2^14 pairs; with exact debiasing `share`, the
-                    mean τ_i
+                    the t at which simclr's gradients in an anchor's negatives are spread with the
+                    entropy that they have here with the weights held, a geometric mean over
+                    ⌊2^14/N⌋ anchors, at least one; with exact debiasing `share`, the mean τ_i
 
     The options are the fields of `Options`, with these defaults:
 
@@ -518,10 +536,16 @@ def contrastive_loss(
         if group is not None and options.reduction != "none":
             value = _as_one_process(value, options.reduction, group)
         if _may_read(value):
-            _check_finite(value, views, negatives)
+            # a row of NaN that is masked leaves the value finite, but not the gradient
+            may_hide = negative_mask is not None or labels is not None
+            if may_hide or not value.isfinite().all():
+                _check_finite(views, negatives)
         if return_stats:
             return value, _statistics(pairs, options, potential, group)
         return value
+
+
+PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`
 
 
 class _Pairs(NamedTuple):
@@ -538,18 +562,15 @@ class _Pairs(NamedTuple):
 
     def of(self, rows: slice) -> _Pairs:
         """Take some anchors."""
-        candidates = self.candidates if self.candidates.ndim == 2 else self.candidates[rows]
-        return self._replace(
-            anchors=self.anchors[rows],
-            candidates=candidates,
-            pos=self.pos[rows],
-            own=self.own[rows],
-            mask=None if self.mask is None else self.mask[rows],
-            labels=None if self.labels is None else self.labels[rows],
-        )
+        names = list(PER_ANCHOR)
+        if self.candidates.ndim == 3:
+            names.append("candidates")
+        taken = {name: getattr(self, name) for name in names}
+        return self._replace(**{name: x if x is None else x[rows] for name, x in taken.items()})
 
     def products(self, out: Tensor | None = None) -> Tensor:
-        """Multiply anchors (a, D) with their candidates (N, D) or (a, N, D) → (a, N)."""
+        """Multiply anchors (a, D) with their candidates (N, D) or (a, N, D) → (a, N).
+        out: memory for the products with candidates (N, D)."""
         if self.candidates.ndim == 2:
             return torch.mm(self.anchors, self.candidates.T, out=out)
         return torch.einsum("ad,and->an", self.anchors, self.candidates)
@@ -567,9 +588,9 @@ class _Answers(NamedTuple):
 
 def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | None) -> _Answers:
     """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
-    neg (a, N): their products with the candidates; those that are no negatives become −∞."""
+    neg (a, N): their products with the candidates. In it, those of no negatives become −∞."""
     # 1. Who could be a negative?
-    pos, log_n = _who_(neg, pairs, options)  # (a, M), (a,)
+    pos, log_n = _who_(neg, pairs, options)  # (a, M); (a,), or one number for all anchors
 
     # 2. How much does each one count?
     t, log_w_pos = pairs.t, None
@@ -586,13 +607,14 @@ def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | Non
     if options.weights == "top" or callable(options.weights):
         log_n = None  # the weights are not of mean 1: their sum is not N
     debiasing = {"tau_plus": options.tau_plus, "temperature": t, "debias": options.debias}
-    debiasing |= {"log_w_pos": log_w_pos, "log_n": log_n}
+    debiasing |= {"log_w_pos": log_w_pos, "log_total": log_n}
     losses = _judge(pos, neg, log_w, debiasing, options)
     return _Answers(losses, pos, neg, log_w, debiasing)
 
 
 def _who_(neg, pairs, options):
-    """Answer question 1: mask products (a, N) → those with positives (a, M), and log N_i (a,)."""
+    """Answer question 1: mask the products (a, N) → those with positives (a, M), and log N_i.
+    log N_i is (a,), or one number if it is the same for all anchors."""
     pos = pairs.pos
     if options.objective == "ppcl" and pairs.labels is not None:
         pos = _add_labelled(pos, neg, pairs)
@@ -646,7 +668,7 @@ def _pair(views, negatives, positive_index, negative_mask, labels, group, option
         mask = torch.as_tensor(negative_mask, device=z.device)
         negative_mask = mask.expand(len(anchors), -1)
     if options.objective not in ON_COSINES:
-        anchors = anchors / t  # a learned t gets its gradient here, and where `answer` takes it
+        anchors = anchors / t  # a learned t gets gradients here and in `answer`
     pos = torch.einsum("ad,amd->am", anchors, positives)
     return _Pairs(anchors, candidates, pos, own, negative_mask, labels, candidate_labels, t)
 
@@ -654,7 +676,7 @@ def _pair(views, negatives, positive_index, negative_mask, labels, group, option
 def _line_up_batch(z, v, labels, group):
     """Take all rows of v views, z (V·B, D), as anchors, and those of all ranks as candidates."""
     b = len(z) // v
-    # k·B rows on, and around the end, stands the next view but k − 1 of the same sample
+    # row i + k·B, counted around the end, shows the sample of row i, k views later
     positives = torch.stack([z.roll(-k * b, 0) for k in range(1, v)], 1)  # (A, M, D)
     first = 0 if group is None else distributed.get_rank(group) * len(z)
     columns = torch.arange(first, first + len(z), device=z.device)
@@ -685,7 +707,7 @@ def _add_labelled(pos, neg, pairs):
 
 @torch.no_grad()
 def _exclude_(neg, pos, pairs, options):
-    """Write −∞ into products (a, N) where the candidate is no negative; return log N_i, (a,).
+    """Write −∞ into products (a, N) where the candidate is no negative; return log N_i.
     No gradient is stopped by this: where neg is −∞, its gradient is 0. The row of an anchor without
     candidates is filled with _NONE, as a row of −∞ would give NaN."""
     neg.scatter_(1, pairs.own, -INF)
@@ -718,7 +740,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
-        self.options = _options_of("ContrastiveLoss", settings)
+        self.options = _options_of("ContrastiveLoss", settings)  # to be read: calls take `given`
         self.temperature = self.options.temperature  # a number, or this module's parameter
 
     def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
@@ -748,9 +770,9 @@ def _statistics(pairs, options, potential, group):
     is_negative, is_positive = neg > _MASKED, pos > -INF
     n = is_negative.sum(1)
     effective = torch.exp(2 * log_sum(log_w) - log_sum(2 * log_w)) / n.clamp_min(1)
-    clamped = debiased(pos, neg, log_w, return_clamped=True, **debiasing)
+    _, clamped = _debiased(pos, neg, log_w, **debiasing)
     parts = {  # values, and where they count
-        "clamped": (clamped, n >= 0),
+        "clamped": (clamped, torch.ones_like(clamped)),
         "ess": (effective, n > 0),
         "positive": (pos * t, is_positive),
         "negative": (neg * t, is_negative),
@@ -818,7 +840,8 @@ def mine(
         rows = mine(all_x, all_y, k)[batch]                                      # (B, k)
         y_found = encoder(documents[rows.clamp_min(0)])                          # (B, k, D)
         contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
-    Cost: n·N·D, and the memory of unit documents and of 128 rows of N cosines, 64 MB at least"""
+    Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB, or 128 rows if
+    these are more"""
     n, size = len(queries), len(documents)
     if positives is None:
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
@@ -872,7 +895,7 @@ def _largest(x, k):
 
 
 def _limit(nearest_positive, absolute_margin, relative_margin, t=1):
-    """Return up to which cosine, or logit, the margins let a candidate be a negative."""
+    """Return the largest cosine, or logit, that the margins allow a negative to have."""
     limit = torch.full_like(nearest_positive, INF)
     if absolute_margin is not None:
         limit = nearest_positive - absolute_margin / t
@@ -1011,9 +1034,7 @@ def _require(valid, name, got, allowed):
         raise InvalidArgument(f"{name} is {got}; it must be {allowed}")
 
 
-def _check_finite(value, views, negatives):
-    if value.isfinite().all():
-        return
+def _check_finite(views, negatives):
     named = {f"views[{i}]": view for i, view in enumerate(views)}
     if negatives is not None:
         named["negatives"] = negatives
@@ -1054,7 +1075,7 @@ class Options:
                 setattr(self, name, value)
         if self.detach_weights is None:
             self.detach_weights = isinstance(self.weights, str) and self.weights == "transported"
-        for name, allowed in NAMES.items():
+        for name, allowed in CHOICES.items():
             self._check_name(name, allowed)
         for name, (low, high, allowed) in RANGES.items():
             self._check_number(name, low, high, allowed)
@@ -1087,7 +1108,7 @@ class Options:
 
 
 LEAST = math.ulp(0.0)  # the smallest number above 0
-NAMES = {
+CHOICES = {
     "weights": WEIGHTS,
     "objective": OBJECTIVES,
     "cost": ("sqeuclidean", "exp"),
@@ -1234,8 +1255,8 @@ def _slices(n, size):
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
-# glibc keeps freed memory, up to twice the largest piece that was ever freed. This piece, freed at
-# once and never touched, makes that 62 MB: fresh pages would cost more than the arithmetic.
+# Fresh pages of memory would cost more than the arithmetic of a block. glibc keeps freed memory for
+# the next block, up to twice the largest piece ever freed: this one, freed at once, makes it 62 MB.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 # What both operators take: tensors, as `_Pairs` has them, and options by name. A new option of a
@@ -1285,11 +1306,14 @@ def _blocks(*tensors, size, learns_candidates, **values):
     by_pos, by_t = torch.empty_like(pairs.pos), torch.zeros_like(pairs.t)
     by_potential, total = torch.zeros_like(potential), torch.zeros_like(pairs.t)
     # preallocate: fresh memory for each block would cost more than its arithmetic
-    rows_at_once = min(size, len(anchors)) if shared else 0
-    matrix = anchors.new_empty(rows_at_once, candidates.shape[-2])
+    matrix = out = None
+    if shared:
+        matrix = anchors.new_empty(min(size, len(anchors)), len(candidates))
     for rows in _slices(len(anchors), size):
         some = pairs.of(rows)
-        neg = some.products(out=matrix[: len(some.anchors)])  # (a, N)
+        if shared:
+            out = matrix[: len(some.anchors)]
+        neg = some.products(out)  # (a, N)
         value, slopes = _differentiate(some, neg, options, potential)
         by_neg, by_pos[rows] = slopes["neg"], slopes["pos"]
         total += value
@@ -1341,8 +1365,8 @@ _blocks.register_autograd(_scale_gradients, setup_context=_keep_gradients)
 
 def _potential(pairs, group, options):
     """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
-    rows = ("anchors", "pos", "own", "mask", "labels")
-    everyone = pairs._replace(**{name: gather(getattr(pairs, name), group) for name in rows})
+    gathered = {name: gather(getattr(pairs, name), group) for name in PER_ANCHOR}
+    everyone = pairs._replace(**gathered)
     if torch.is_grad_enabled() and not options.detach_weights:
         return _couple(everyone, options)
     tensors, values = _operands(everyone, options)
@@ -1358,7 +1382,7 @@ def _couple(pairs, options):
     def log_kernel(rows):
         some = pairs.of(rows)
         neg = some.products()
-        _who_(neg, some, options)
+        _who_(neg, some, options)  # masks neg
         logits = _logits(neg, pairs.t, options)
         return _log_kernel(logits, options.epsilon, options.cost, options.kappa, pairs.t)
 
@@ -1385,8 +1409,8 @@ def _(anchors, candidates, *_, **__):
 
 def _as_one_process(value, reduction, group):
     """Return the loss over all ranks, with a gradient that is right once DDP has averaged it.
-    `gather` sums gradients over ranks, and DDP divides by their number: that is right for a mean,
-    and a sum is multiplied by it."""
+    `gather` sums gradients over ranks, and DDP divides by the number of ranks. That is right for a
+    mean. A sum would come out too small by this number, so it is multiplied by it first."""
     ranks = distributed.get_world_size(group)
     total = value.detach().clone()
     distributed.all_reduce(total, group=group)
@@ -1394,7 +1418,7 @@ def _as_one_process(value, reduction, group):
         total = total / ranks
     else:
         value = ranks * value
-    return value + (total - value).detach()
+    return value + (total - value).detach()  # the value of total, the gradient of value
 
 
 class _Gather(torch.autograd.Function):
@@ -1418,8 +1442,8 @@ class _Gather(torch.autograd.Function):
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
     With negatives=gather(rows, group), positive_index=rank * len(rows) + i, the rows of each rank
-    are candidates everywhere, i (B,) those that show the samples themselves; the mean over ranks of
-    their gradients is that of one process. All ranks need equally many rows.
+    are candidates everywhere; i (B,) are the places in this rank's rows that show its samples. The
+    mean over ranks of the gradients is that of one process. All ranks need equally many rows.
     Without a group: x itself."""
     if group is None or x is None:
         return x
@@ -1455,7 +1479,8 @@ def view(
     float64 and float32 for all others. The view has a gradient in the images.
     generator    on the images' device; a view is one draw, so the generator's state replays it
     area         range of the crop's share of the image
-    ratio        range of the crop's width / height; the crop is clipped to the image
+    ratio        range of the crop's width / height, each as a share of the image's; the crop is
+                 clipped to the image
     flip, jitter, gray, blur    probabilities of a mirror image, colour jitter, no colour, a blur
     brightness, contrast, saturation    x: each factor is drawn from [1 − x, 1 + x]
     hue          x: the turn of the colour circle is drawn from [−x, x], 1 is a full turn
@@ -1540,15 +1565,15 @@ def _blur(x, deviation, chosen):
 class Encoder(nn.Module):
     """Map images (B, 3, H, W) in [0, 1] to features (B, self.features) and embeddings (B, dim).
     name: "small" (four convolutions, for a CPU), "resnet18" or "resnet50" (these need torchvision);
-    dim: of the embeddings; size: H = W, in pixels, even for "small". Embeddings are not normalised.
-    After training, use the features. For images of at most 64 pixels, torchvision's networks get a
-    3 × 3 first convolution and no max-pooling. Ref: [6] App. B.9; [1] App. C"""
+    dim: of the embeddings; size: H = W in pixels, an even number for "small". Embeddings are not
+    normalised. After training, use the features. For images of at most 64 pixels, torchvision's
+    networks get a 3 × 3 first convolution and no max-pooling. Ref: [6] App. B.9; [1] App. C"""
 
     def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
         self.name, self.dim, self.size = name, dim, size
         known = ("small", "resnet18", "resnet50")
-        _require(name in known, "encoder", name, "small, resnet18 or resnet50")
+        _require(name in known, "name", name, "small, resnet18 or resnet50")
         if name == "small":
             _require(size % 2 == 0, "size", size, "even for the small encoder")
             layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels at once: half the work
@@ -1577,7 +1602,7 @@ class Encoder(nn.Module):
 
 class MemoryBank(nn.Module):
     """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
-    rows: the first ones (K, D), such as the untrained encoder's embeddings; random rows would be
+    rows: the initial ones (K, D), such as the untrained encoder's embeddings; random rows would be
     noise. momentum: m in [0, 1). The buffer `rows` has no gradient. `Bank` has one row for every
     training image and calls `update`. `Queue` has the last K embeddings and calls `push`.
     Ref: [4] 5.1; [8]"""
@@ -1735,12 +1760,12 @@ def hinge_discriminator(real: Tensor, fake: Tensor) -> Tensor:
 
 
 def hinge_generator(fake: Tensor) -> Tensor:
-    """Compute L_G = −E D(G(z)) from scores (B,). Ref: [3] Eq. 5, where f_G is open; −x as in [9]"""
+    """Compute L_G = −E D(G(z)) from scores (B,). Ref: [3] Eq. 5 leaves f_G open; −x as in [9]"""
     return -fake.mean()
 
 
 def diversity(images: Tensor, real: Tensor) -> Tensor:
-    """Divide the mean distance of generated images to the nearest other one by that of real ones.
+    """Compare distances to the nearest other image: the mean of generated ones / that of real ones.
     images, real (B, 3, H, W), B ≥ 2. 1: as diverse as the real ones; 0: all alike. Cost: B² 3HW"""
     return _mean_nearest_distance(images) / _mean_nearest_distance(real)
 
@@ -1753,8 +1778,9 @@ def _mean_nearest_distance(images):
 
 class Game(nn.Module):
     """Play against the encoder: G makes samples that are hard for it, D keeps them looking real.
-    pairs       a latent gives two images, G(z) and G_ema(z), each other's positives; else one
-    ascent      G ascends the encoder's loss; else it plays against D alone. Neither: "CL-GAN"
+    pairs       a latent gives two images, G(z) and G_ema(z), each other's positives. False: one
+    ascent      G ascends the encoder's loss. False: it plays against D alone; without pairs, too,
+                this is [3]'s "CL-GAN"
     momentum    m of G_ema, in [0, 1)
     pretrain    epochs of G and D alone before the encoder begins
     every       encoder's steps for each of the generator's
@@ -1814,8 +1840,8 @@ class Game(nn.Module):
         self, images: Tensor, generator: torch.Generator | None = None, read: bool = False
     ) -> dict:
         """Step D on real images (B, 3, size, size) and generated ones, then step G against it.
-        → figures {"d_loss", "g_loss", "diversity"}. FloatingPointError if a loss is not finite; a
-        device is asked only with `read`. Ref: [3] Eq. 5"""
+        → figures {"d_loss", "g_loss", "diversity"}. FloatingPointError if a loss is not finite; on
+        a GPU only with `read`. Ref: [3] Eq. 5"""
         images = _floats(images[: self.batch_size])
         fake = self.G(self.latents(len(images), generator))
         shape = f"of shape {tuple(images.shape)}"
@@ -1873,7 +1899,8 @@ def knn_accuracy(
     temperature: float = 0.5,
 ) -> float:
     """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
-    train (n, D), test (m, D), labels (n,), (m,). k is at most n. The defaults are [1]'s code's."""
+    train (n, D), test (m, D), labels (n,), (m,). A k above n takes all n.
+    The defaults are those of [1]'s code."""
     train = unit(train.float())
     members = F.one_hot(train_labels)  # (n, classes)
     right = 0
@@ -1894,9 +1921,9 @@ def linear_readout(
     max_steps: int = 200,
 ) -> float:
     """Classify by logistic regression, mean cross-entropy + l2/2 ‖W‖² → accuracy in percent.
-    train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features. L-BFGS
-    solves the convex problem from zero to a gradient of at most 1e-4, or for max_steps: nothing is
-    random."""
+    train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features.
+    Nothing is random: L-BFGS solves the convex problem from zero, until the gradient is at most
+    1e-4, the loss stands still, or max_steps are done."""
     mean, std = train.mean(0), train.std(0)
     constant = std <= 1e-5 * train.abs().amax(0)
     std = std.masked_fill(constant, INF)  # a constant feature becomes 0
@@ -1965,7 +1992,7 @@ class SimCLR(nn.Module):
     Ref: [6] Algorithm 1; [1] Fig. 2"""
 
     pretrain = 0  # epochs before the encoder begins
-    follows = ()  # optimizers on the encoder's schedule
+    scheduled = ()  # further optimizers, at rates by the recipe
 
     def __init__(
         self, criterion: nn.Module, view_options: dict | None = None, partners: tuple | None = None
@@ -2108,7 +2135,7 @@ class CLAE(SimCLR):
 class DiffHard(SimCLR):
     """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
     criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
-    Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`. On a device
+    Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`. On a GPU
     only steps with return_stats check these figures, as the host waits for what it reads.
     Ref: [3] Algorithm 1"""
 
@@ -2119,7 +2146,7 @@ class DiffHard(SimCLR):
         _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
         self.game = game
         self.pretrain = game.pretrain
-        self.follows = (game.optimizers["ascent"],)
+        self.scheduled = (game.optimizers["ascent"],)
         self.taken = 0  # steps of the encoder
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
@@ -2177,7 +2204,7 @@ def in_micro_batches(encoder: nn.Module, size: int) -> Callable:
     its place. The backward pass embeds each micro-batch again, with the same randomness. The
     gradient is exact, but BatchNorm in training mode normalises each micro-batch alone and moves
     its statistics twice. Ref: [11]"""
-    _require(size >= 1, "micro_batch", size, "at least 1")
+    _require(size >= 1, "size", size, "at least 1")
 
     def in_parts(images):
         parts = [checkpoint(encoder, part, use_reentrant=False) for part in images.split(size)]
@@ -2189,7 +2216,7 @@ def in_micro_batches(encoder: nn.Module, size: int) -> Callable:
 
 
 def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
-    """Lower β to 0 in steps over progress in [0, 1]: β · (1 − ⌊ℓ · progress⌋ / ℓ), ℓ = changes.
+    """Lower β in ℓ = changes steps over progress in [0, 1): β · (1 − ⌊ℓ · progress⌋ / ℓ), to β/ℓ.
     Hard negatives matter early; late, many of the hardest share the anchor's class. Ref: [1] C"""
     return beta * (1 - math.floor(changes * progress) / changes)
 
@@ -2202,7 +2229,7 @@ def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
 
 
 def _warm_up_and_cosine(progress, step):
-    """Rise linearly over a tenth of the run, then fall by a cosine to 0. step: 1 / steps."""
+    """Multiply a linear rise over a tenth of the run by a cosine from 1 to 0. step: 1 / steps."""
     warm_up = min(10 * (progress + step), 1)
     return warm_up * (1 + math.cos(math.pi * progress)) / 2
 
@@ -2253,17 +2280,18 @@ class Training:
     encoder      an Encoder
     images       uint8 (n, 3, H, W), on the encoder's device or, to save its memory, on the CPU
     method       SimCLR, Bank, Queue, CLAE or DiffHard
-    recipe       a row of RECIPES; epochs, batch_size (the largest), lr and weight_decay override it
+    recipe       a row of RECIPES; epochs, batch_size, lr and weight_decay override it. Batches have
+                 at most batch_size images, but at least two: of 5 images, 3 and 2 for batch_size 2
     schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
     micro_batch  images that the encoder takes at a time; None: all
     bfloat16     autocast of the encoder; None: if the hardware computes in bfloat16
     group        a torch.distributed process group: each rank takes its share of every batch. The
                  loss is that of one process, but for BatchNorm. Up to ranks − 1 images of a batch
                  are left out
-    seed         of order, views and latents; it repeats the run (on a GPU up to rounding)
+    seed         of order, views and latents: the same seed repeats the run, on a GPU up to rounding
     A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth
     of an epoch, statistics, too. Epochs below 0 are the pre-training, without a loss.
-    FloatingPointError if a loss is not finite; on a device only steps with statistics look.
+    FloatingPointError if a loss is not finite; on a GPU only steps with statistics look.
     After a step (with a group, an epoch) state_dict() holds all that load_state_dict() needs."""
 
     def __init__(
@@ -2296,7 +2324,7 @@ class Training:
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
         self.rank, self.ranks = 0, 1
         if group is not None:
-            _require(not method.follows, "group", "given", "None: one process plays a game")
+            _require(not method.scheduled, "group", "given", "None: one process plays a game")
             self.rank = distributed.get_rank(group)
             self.ranks = distributed.get_world_size(group)
             for module in (encoder, method):  # all ranks begin as the first
@@ -2343,13 +2371,14 @@ class Training:
         steps = self.epochs * self.steps_per_epoch
         progress = max(0, position) / steps  # a position below 0 is in the pre-training
         rate = self.recipe["rate"](progress, 1 / steps)
-        for optimizer in (self.optimizer, *self.method.follows):
+        for optimizer in (self.optimizer, *self.method.scheduled):
             for part in optimizer.param_groups:
-                part["lr"] = part.setdefault("initial_lr", part["lr"]) * rate
+                part.setdefault("initial_lr", part["lr"])
+                part["lr"] = part["initial_lr"] * rate
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}
         read = 10 * self.step_in_epoch % self.steps_per_epoch < 10  # every tenth of an epoch
         share = len(index) // self.ranks  # the same number for each rank
-        index = index[self.rank * share :][:share]
+        index = index[self.rank * share : (self.rank + 1) * share]
         images = self.images[index]
         if self.device.type == "cuda" and images.device.type == "cpu":
             images = images.pin_memory()  # else the host would wait for the copy

@@ -908,6 +908,16 @@ class TestExactDebiasing:
             _, stats = contrastive_loss(x, x + 0.01, **options)
         assert stats["clamped"] > 0.9 and stats["share"] > 1
 
+    def test_the_floor_of_its_own_floor_is_not_said(self):
+        """Its floor is a published mean: that this has a floor, too, is no warning's matter."""
+        pos, neg = np.array([[-1.0]]), np.array([[0.0, -4.0, -3.0, -2.0]])
+        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=1.0)
+        with pytest.warns(UserWarning, match="for most anchors"):
+            hardneg.debiased(*settings, hardneg.uniform(settings[1]), 0.3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            hardneg.debiased(*settings, log_w, 0.3, 1, log_w_pos, debias="exact")
+
 
 class TestPPCL:
     """`ppcl` has several positives: views, samples of the label, pairs of a generator."""
@@ -2447,6 +2457,15 @@ class TestInvalidArguments:
             x[place, 1] = value
             with pytest.raises(hardneg.InvalidArgument, match=f"^{re.escape(name)} is "):
                 contrastive_loss(x[:4], x[4:8], negatives=x[8:], loss=loss)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_masked_embeddings_are_finite_too(self, loss):
+        """A masked row does not reach the value, but its gradient would be 0 · NaN."""
+        x = embeddings(2, 11, 3)
+        x[9] = math.nan
+        kept = torch.tensor([True, False, True])
+        with pytest.raises(hardneg.InvalidArgument, match="^negatives is not finite"):
+            contrastive_loss(x[:4], x[4:8], negatives=x[8:], negative_mask=kept, loss=loss)
 
 
 # ---- Section 6: large batches and ranks

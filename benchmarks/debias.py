@@ -80,8 +80,7 @@ def simulate(cosine, t, beta, anchors=2000, seed=0):
     for _, m, tau_plus, debias in ESTIMATES:
         given = {"tau_plus": tau_plus, "temperature": t, "debias": debias}
         given |= {"log_w_pos": log_w_pos[:, :m]}
-        log_sum = hardneg.debiased(pos[:, :m], neg, log_w, **given)
-        clamped = hardneg.debiased(pos[:, :m], neg, log_w, return_clamped=True, **given)
+        log_sum, clamped = hardneg._debiased(pos[:, :m], neg, log_w, **given)
         off = log_sum - math.log(CANDIDATES) - truth
         rows.append((off.mean(), off.square().mean().sqrt(), 100 * clamped.double().mean()))
     return rows
