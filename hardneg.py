@@ -252,8 +252,7 @@ def weigh(
     temperature and potential: of `transported`."""
     if callable(options.weights):
         log_w = options.weights(logits)
-        shape = tuple(logits.shape)
-        _require(log_w.shape == shape, "weights", _describe(log_w), f"a function to {shape}")
+        _check_result("weights", log_w, logits.shape)
         log_w = log_w.masked_fill(logits < _MASKED, _NONE)
         return log_w.masked_fill(logits == -INF, -INF)
     if options.weights == "uniform":
@@ -633,7 +632,9 @@ def _logits(neg, t, options):
 def _judge(pos, neg, log_w, debiasing, options):
     """Answer question 3 by the options: the losses (a,) of the objective."""
     if callable(options.objective):
-        return options.objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
+        losses = options.objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
+        _check_result("objective", losses, neg.shape[:1])
+        return losses
     if options.objective == "simple":
         return simple(pos, neg, log_w)
     if options.objective == "triplet":
@@ -827,7 +828,7 @@ def mine(
 ) -> Tensor:
     """Find the k nearest documents of each query that are no positives: hard negatives.
     queries (n, D), documents (N, D), of any floating dtype, on one device → rows of documents
-    (n, k), nearest first, of equally near ones the first; −1 where fewer are left.
+    (n, k), nearest first, of ones with equal cosines the first; −1 where fewer are left.
 
     positives       (n,): the row of each query's own document, which is not taken; None: row i
     labels          (N,): documents with the label of the query's own document are not taken
@@ -842,18 +843,27 @@ def mine(
         contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
     Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB, or 128 rows if
     these are more"""
-    n, size = len(queries), len(documents)
-    if positives is None:
-        _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
-        positives = torch.arange(n, device=queries.device)
-    _require(positives.shape == (n,), "positives", _describe(positives), f"({n},)")
-    fits = labels is None or labels.shape == (size,)
-    _require(fits, "labels", _describe(labels), f"({size},), of the documents")
+    got = _describe(queries), _describe(documents)
+    matrices = all(torch.is_tensor(x) and x.ndim == 2 for x in (queries, documents))
+    fits = matrices and queries.shape[1] == documents.shape[1]
+    _require(fits, "queries, documents", got, "tensors (n, D), (N, D)")
     _require(k >= 1, "k", k, "at least 1")
     _require(skip >= 0, "skip", skip, "at least 0")
+    n, size, device = len(queries), len(documents), queries.device
+    if positives is None:
+        _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
+        positives = torch.arange(n, device=device)
+    positives = torch.as_tensor(positives, device=device)
+    _require(positives.shape == (n,), "positives", _describe(positives), f"({n},)")
+    _check_rows("positives", positives, size)
+    if labels is not None:
+        labels = torch.as_tensor(labels, device=device)
+        fits = labels.shape == (size,)
+        _require(fits, "labels", _describe(labels), f"({size},), of the documents")
     found = []
-    with torch.autocast(queries.device.type, enabled=False):
-        queries, documents = unit(_upcast(queries)), unit(_upcast(documents))
+    dtype = torch.promote_types(queries.dtype, documents.dtype)
+    with torch.autocast(device.type, enabled=False):
+        queries, documents = unit(_upcast(queries.to(dtype))), unit(_upcast(documents.to(dtype)))
         for name, x in (("queries", queries), ("documents", documents)):
             _require(not _may_read(x) or x.isfinite().all(), name, "not finite", "finite")
         rows_at_once = min(n, max(128, 2**24 // size))
@@ -910,6 +920,7 @@ def group_batches(index: Tensor, size: int, generator: torch.Generator | None = 
     index (n, k): neighbours of each sample, other samples as `mine` finds them → order (n,), to be
     cut into batches. It is one group after another, in random order: a random sample, and the
     nearest of its neighbours that are in no group yet, up to size. The CPU does this"""
+    _require(size >= 1, "size", size, "at least 1")
     neighbours = index.tolist()
     free, groups = set(range(len(neighbours))), []
     for i in torch.randperm(len(neighbours), generator=generator).tolist():
@@ -1021,6 +1032,11 @@ def _may_read(x):
     return x.device.type == "cpu" and _is_concrete(x)
 
 
+def _check_result(name, result, shape):
+    fits = torch.is_tensor(result) and result.shape == shape
+    _require(fits, name, f"a function to {_describe(result)}", f"one to a tensor {tuple(shape)}")
+
+
 class InvalidArgument(ValueError):
     """An argument is not what it may be."""
 
@@ -1081,7 +1097,7 @@ class Options:
             self._check_number(name, low, high, allowed)
         for name in ("block_size", "margin_columns"):
             value = getattr(self, name)
-            counts = value is None or isinstance(value, int) and value >= 0
+            counts = value is None or isinstance(value, numbers.Integral) and value >= 0
             _require(counts, name, repr(value), "a whole number of at least 0, or None")
         if self.objective not in DEBIASED:
             self.tau_plus = 0.0
@@ -1103,8 +1119,9 @@ class Options:
             return
         if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
             value = value.item() if _may_read(value) else 1.0
-        fits = isinstance(value, numbers.Real) and low <= value < high
-        _require(fits, name, repr(value), f"a number {allowed}")
+        if not (isinstance(value, numbers.Real) and low <= value < high):
+            # only here: compiled code has no repr of a number that varies
+            _require(False, name, repr(value), f"a number {allowed}")
 
 
 LEAST = math.ulp(0.0)  # the smallest number above 0
@@ -1158,10 +1175,7 @@ def _check_tensors(views, negatives, positive_index, negative_mask, labels, grou
         fits = negatives is not None and index.shape == (b,) and whole
         allowed = f"({b},) whole numbers, rows of negatives="
         _require(fits, "positive_index", _describe(index), allowed)
-        if _may_read(index):
-            low, high = index.min().item(), index.max().item()
-            fits = low >= 0 and high < n
-            _require(fits, "positive_index", f"from {low} to {high}", f"from 0 to {n - 1}")
+        _check_rows("positive_index", index, n)
     if negative_mask is not None:
         mask = torch.as_tensor(negative_mask)
         fits = mask.dtype == torch.bool and mask.shape in ((a, n), (n,))
@@ -1175,6 +1189,13 @@ def _check_tensors(views, negatives, positive_index, negative_mask, labels, grou
             allowed = f"({b} + {n},): of the samples, then of the rows of negatives (K, D)"
         _require(shared, "labels", "given", "None with negatives (B, K, D)")
         _require(shape == wanted, "labels", f"of shape {shape}", allowed)
+
+
+def _check_rows(name, index, n):
+    """Check, on a CPU, that numbers of rows lie between 0 and n − 1."""
+    if _may_read(index) and len(index) > 0:
+        low, high = index.min().item(), index.max().item()
+        _require(low >= 0 and high < n, name, f"from {low} to {high}", f"from 0 to {n - 1}")
 
 
 def _check_views(views, negatives, group):
@@ -1475,7 +1496,7 @@ def view(
     sigma: tuple = (0.1, 2.0),
 ) -> Tensor:
     """Draw one random view of every image: a resized crop, a flip, colour jitter, grayscale, blur.
-    images (B, 3, H, W), uint8 or floats in [0, 1] → floats in [0, 1] of the same shape, float64 for
+    images (B, 3, H, W), bytes or floats in [0, 1] → floats in [0, 1] of the same shape, float64 for
     float64 and float32 for all others. The view has a gradient in the images.
     generator    on the images' device; a view is one draw, so the generator's state replays it
     area         range of the crop's share of the image
@@ -1488,24 +1509,39 @@ def view(
     Defaults are those of [6] for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one
     affine map of luma and chroma, so its parts commute and the result is clipped once.
     Ref: [6] App. A; [3] 3.1"""
+    fits = images.ndim == 4 and images.shape[1] == 3
+    _require(fits, "images", _describe(images), "(B, 3, H, W)")
     x = _floats(images)
     draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32)
     draws = draws.to(x.dtype)
-    # crop and flip: where each pixel of the view comes from, in coordinates from −1 to 1
-    for_area, for_ratio, for_x, for_y, for_flip = draws[:, :5].unbind(1)  # (B,) each
+    with torch.autocast(x.device.type, enabled=False):  # 16 bits cannot tell pixels apart
+        x = _crop(x, draws[:, :5], area, ratio, flip)
+        changes = jitter, brightness, contrast, saturation, hue, gray
+        x = _recolour(x, draws[:, 5:11], *changes)
+        if blur > 0:
+            x = _blur(x, _between(draws[:, 11], *sigma), draws[:, 12] < blur)
+    return x.clamp(0, 1)
+
+
+def _crop(x, draws, area, ratio, flip):
+    """Cut a crop out of each image, and resize and mirror it: say where each pixel comes from."""
+    for_area, for_ratio, for_x, for_y, for_flip = draws.unbind(1)  # (B,) each
     share = _between(for_area, *area)
     aspect = _between(for_ratio, math.log(ratio[0]), math.log(ratio[1])).exp()
     width = (share * aspect).sqrt().clamp_max(1)  # 1 is the whole image
     height = (share / aspect).sqrt().clamp_max(1)
-    center_x = (1 - width) * (2 * for_x - 1)
+    center_x = (1 - width) * (2 * for_x - 1)  # coordinates go from −1 to 1
     center_y = (1 - height) * (2 * for_y - 1)
     mirror = 1 - 2 * (for_flip < flip).to(x.dtype)  # −1 for a mirror image
     zero = torch.zeros_like(width)
     theta = torch.stack([width * mirror, zero, center_x, zero, height, center_y], 1)
     grid = F.affine_grid(theta.view(-1, 2, 3), x.shape, align_corners=False)  # (B, H, W, 2)
-    x = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
-    # colour: rgb → yiq, scale and turn chroma, → rgb: one matrix and one offset for each image
-    for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws[:, 5:11].unbind(1)
+    return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
+
+
+def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
+    """Go from rgb to yiq, scale and turn chroma, and go back: a matrix and an offset an image."""
+    for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws.unbind(1)
     changed = (for_jitter < jitter).to(x.dtype)  # 1 or 0
     light = 1 + changed * _between(for_light, -brightness, brightness)
     spread = 1 + changed * _between(for_contrast, -contrast, contrast)
@@ -1514,20 +1550,17 @@ def view(
     angle = changed * _between(for_hue, -hue, hue) * 2 * math.pi
     cos = angle.cos() * colour
     sin = angle.sin() * colour
-    one = torch.ones_like(cos)
+    one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
     to_yiq, to_rgb = _colour_maps(x.device, x.dtype)
     mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,): contrast keeps it
     pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
     pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
-    x = pixels.view_as(x)
-    if blur > 0:
-        x = _blur(x, _between(draws[:, 11], *sigma), draws[:, 12] < blur)
-    return x.clamp(0, 1)
+    return pixels.view_as(x)
 
 
 def _floats(images):  # half precision is too coarse for the coordinates of pixels
-    if images.dtype == torch.uint8:
+    if not images.is_floating_point():
         return images / 255
     return _upcast(images)
 
@@ -1549,7 +1582,7 @@ def _colour_maps(device, dtype):
 def _blur(x, deviation, chosen):
     """Blur the chosen images, each with its own deviation in pixels, one axis after the other."""
     height, width = x.shape[2:]
-    radius = max(1, width // 20)  # a kernel a tenth as wide as the image: [6]
+    radius = max(1, min(height, width) // 20)  # a kernel a tenth as wide as the image: [6]
     steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
     kernel = torch.softmax(-((steps / deviation[:, None]) ** 2) / 2, 1)  # (B, 2·radius + 1)
     kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
@@ -1617,17 +1650,24 @@ class MemoryBank(nn.Module):
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
         """Move the rows at index (B,), each at most once, towards embeddings z (B, D)."""
+        self._check(z)
+        _require(index.shape == (len(z),), "index", _describe(index), f"({len(z)},), as z has rows")
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(_upcast(z))
         self.rows[index] = unit(moved).to(self.rows.dtype)
 
     @torch.no_grad()
     def push(self, z: Tensor) -> None:
         """Replace the oldest B rows by embeddings z (B, D): first in, first out."""
+        self._check(z)
         size = len(self.rows)
         z = unit(_upcast(z))[-size:]  # two new rows for one place would be ambiguous
         places = (self.oldest + torch.arange(len(z), device=z.device)) % size
         self.rows[places] = z.to(self.rows.dtype)
         self.oldest.add_(len(z)).remainder_(size)
+
+    def _check(self, z):
+        d = self.rows.shape[1]
+        _require(z.ndim == 2 and z.shape[1] == d, "z", _describe(z), f"(B, {d})")
 
 
 @torch.no_grad()
@@ -1850,8 +1890,8 @@ class Game(nn.Module):
         _descend(d_loss, self.optimizers["D"], "discriminator", read=read)
         self.D.requires_grad_(False)  # D only passes the gradient on
         g_loss = hinge_generator(self.D(fake))
-        _descend(g_loss, self.optimizers["G"], "generator", read=read)
         self.D.requires_grad_(True)
+        _descend(g_loss, self.optimizers["G"], "generator", read=read)
         figures = {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
         return figures | {"diversity": diversity(fake, images)}
 
@@ -1882,10 +1922,13 @@ def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     there is no gradient, and no BatchNorm buffer changes."""
     modes = {module: module.training for module in encoder.modules()}
     encoder.eval()
-    device = next(encoder.parameters()).device
-    outputs = [encoder(_floats(part.to(device))) for part in images.split(batch_size)]
-    for module, mode in modes.items():
-        module.training = mode
+    weight = next(encoder.parameters())  # of the encoder's device and dtype
+    try:
+        parts = images.split(batch_size)
+        outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
     features, z = zip(*outputs, strict=True)
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
@@ -1902,16 +1945,18 @@ def knn_accuracy(
     train (n, D), test (m, D), labels (n,), (m,). A k above n takes all n.
     The defaults are those of [1]'s code."""
     train = unit(train.float())
-    members = F.one_hot(train_labels)  # (n, classes)
+    members = F.one_hot(train_labels.long())  # (n, classes)
     right = 0
     parts = zip(unit(test.float()).split(1000), test_labels.split(1000), strict=True)
     for rows, labels in parts:
         cosines, index = (rows @ train.T).topk(min(k, len(train)))  # (1000, k)
-        votes = (cosines / temperature).exp()[..., None] * members[index]  # (1000, k, classes)
+        weights = ((cosines - cosines[:, :1]) / temperature).exp()  # the nearest has 1: no overflow
+        votes = weights[..., None] * members[index]  # (1000, k, classes)
         right += (votes.sum(1).argmax(1) == labels).sum()
     return 100 * float(right) / len(test)
 
 
+@torch.inference_mode(False)  # it needs gradients, even where its caller wants none
 def linear_readout(
     train: Tensor,
     train_labels: Tensor,
@@ -1928,7 +1973,8 @@ def linear_readout(
     constant = std <= 1e-5 * train.abs().amax(0)
     std = std.masked_fill(constant, INF)  # a constant feature becomes 0
     x = ((train - mean) / std).detach()
-    classes = int(train_labels.max()) + 1
+    labels = train_labels.long().clone()
+    classes = int(labels.max()) + 1
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
     settings = {"max_iter": max_steps, "tolerance_grad": 1e-4, "history_size": 20}
@@ -1936,7 +1982,7 @@ def linear_readout(
 
     def objective():
         solver.zero_grad()
-        value = F.cross_entropy(F.linear(x, weight, bias), train_labels)
+        value = F.cross_entropy(F.linear(x, weight, bias), labels)
         value = value + l2 / 2 * weight.square().sum()
         value.backward()
         return value.detach()
@@ -1952,6 +1998,7 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D. [4] plots its negative.
     Ref: [5]; [4] Eq. 10"""
     z, n = unit(_upcast(z)), len(z)
+    _require(n >= 2, "z", _describe(z), "(n, D) of at least two rows")
     sums = []
     for k, rows in enumerate(z.split(1000)):
         exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
@@ -2198,16 +2245,17 @@ class DiffHard(SimCLR):
         self.taken = state
 
 
-def in_micro_batches(encoder: nn.Module, size: int) -> Callable:
-    """Make an encoder take a large batch `size` images at a time, in the memory of `size` images.
+def in_micro_batches(encoder: nn.Module, micro_batch: int) -> Callable:
+    """Make an encoder take a large batch a few images at a time, `micro_batch`, in their memory.
     encoder: a module that returns embeddings, or a tuple as Encoder does → a function to call in
     its place. The backward pass embeds each micro-batch again, with the same randomness. The
     gradient is exact, but BatchNorm in training mode normalises each micro-batch alone and moves
     its statistics twice. Ref: [11]"""
-    _require(size >= 1, "size", size, "at least 1")
+    _require(micro_batch >= 1, "micro_batch", micro_batch, "at least 1")
 
     def in_parts(images):
-        parts = [checkpoint(encoder, part, use_reentrant=False) for part in images.split(size)]
+        some = images.split(micro_batch)
+        parts = [checkpoint(encoder, part, use_reentrant=False) for part in some]
         if torch.is_tensor(parts[0]):
             return torch.cat(parts)
         return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
@@ -2333,8 +2381,9 @@ class Training:
         n, size, lr = len(images), self.recipe["batch_size"], self.recipe["lr"]
         least = max(2, self.ranks)
         _require(n >= least, "images", n, "at least 2 to train on, and one for each rank")
-        _require(self.epochs >= 1, "epochs", self.epochs, "at least 1")
-        _require(size >= least, "batch_size", size, f"at least {least}")
+        for name, value, low in (("epochs", self.epochs, 1), ("batch_size", size, least)):
+            fits = isinstance(value, numbers.Integral) and value >= low
+            _require(fits, name, value, f"a whole number of at least {low}")
         _require(0 < lr < INF, "lr", lr, "a number above 0")
         self.steps_per_epoch = min(math.ceil(n / size), n // least)  # batches of nearly one size
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
@@ -2404,7 +2453,7 @@ class Training:
         return figures | {"images": share * self.ranks}
 
     def state_dict(self) -> dict:
-        """Return all that a run needs to go on."""
+        """Return all that a run needs to go on: tensors that train on, so save or deepcopy them."""
         return {
             "epoch": self.epoch,
             "step_in_epoch": self.step_in_epoch,

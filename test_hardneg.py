@@ -2269,11 +2269,23 @@ class TestMine:
     WRONG = [("k", 4, {"k": 0}), ("skip", 4, {"k": 1, "skip": -1}), ("documents", 3, {"k": 1})]
     WRONG += [("labels", 4, {"k": 1, "labels": torch.ones(8)})]
     WRONG += [("positives", 4, {"k": 1, "positives": torch.zeros(4, 2).long()})]
+    WRONG += [("positives", 4, {"k": 1, "positives": [0, 1, 2, low]}) for low in (-1, 4)]
 
     @pytest.mark.parametrize("name, size, options", WRONG)
     def test_wrong_arguments(self, name, size, options):
         with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is "):
             hardneg.mine(torch.eye(4), torch.eye(4)[:size], **options)
+
+    def test_other_dimensions(self):
+        with pytest.raises(hardneg.InvalidArgument, match="^queries, documents is "):
+            hardneg.mine(torch.eye(4), torch.eye(4)[:, :3], 1)
+
+    def test_lists_and_two_dtypes(self):
+        x, y = embeddings(1, 2, 9, 4)
+        places, labels = list(range(9)), [0, 1, 2] * 3
+        found = hardneg.mine(x.float(), y, 3, positives=places, labels=labels)
+        wanted = hardneg.mine(x, y, 3, labels=torch.tensor(labels))
+        assert torch.equal(found, wanted)
 
     @pytest.mark.parametrize("name", ["queries", "documents"])
     def test_not_finite(self, name):
@@ -2309,6 +2321,10 @@ class TestGroupBatches:
         halves = (order // 8).view(40, 4)
         assert (halves == halves[:, :1]).all()
         assert (halves[1:, 0] == halves[:-1, 0]).sum() < 10  # a group has four, and not the eight
+
+    def test_groups_have_samples(self):
+        with pytest.raises(hardneg.InvalidArgument, match="^size is 0; it must be at least 1"):
+            hardneg.group_batches(torch.arange(6)[:, None], 0)
 
 
 class TestDraw:
@@ -2420,6 +2436,8 @@ class TestInvalidArguments:
     WRONG += [("labels", torch.zeros(count), (2,)) for count in (4, 5)]
     WRONG += [("labels", torch.zeros(count), (4, 2)) for count in (4, 6, 12)]
     WRONG += [("weights", "transported", (4, 2)), ("weights", lambda s: s.sum(1), ())]
+    WRONG += [("weights", lambda s: 0.0, ()), ("objective", lambda p, n, w: n.sum(), ())]
+    WRONG += [("objective", lambda p, n, w: n - p, ())]
     SIZES = [(2, 4), (3,), (0, 3), (3, 2, 3), (4, 2, 2), (4, 0, 3), (1, 4, 2, 3)]
     WRONG += [("negatives", torch.ones(size), ()) for size in SIZES]
     WRONG += [("negatives", x, ()) for x in ([[1.0] * 3], torch.ones(2, 3).long())]
@@ -2518,6 +2536,16 @@ class TestLargeBatches:
         with torch.set_grad_enabled(learns), Operations() as operations:
             contrastive_loss(x, y, loss=loss, epsilon=1.0)
         assert 2**20 < operations.bytes <= 5 * 2**20
+
+    @pytest.mark.parametrize("samples", [6, 600])
+    def test_compiles_with_an_option_that_varies(self, samples):
+        """As for an annealed β: from its second value on it is a symbol of the graph."""
+        x, y = embeddings(1, 2, samples, 3)
+        loss = partial(contrastive_loss, x, y)
+        torch._dynamo.reset()
+        compiled = torch.compile(loss, backend="eager", fullgraph=True)
+        for beta in (1.0, 0.8, 0.5):
+            close(compiled(loss="hcl", beta=beta), loss(loss="hcl", beta=beta), 1e-10)
 
     @pytest.mark.parametrize("loss, k", [("hcl", 0), ("ot", 0), ("hard", 0), ("hard", 5)])
     @pytest.mark.parametrize("samples", [6, 600])
@@ -2824,6 +2852,22 @@ class TestViews:
             assert plain.dtype == torch.float32
             close(plain, coarse, 1e-6)
 
+    def test_autocast_does_not_reach_the_pixels(self):
+        """In 16 bits a coordinate would be off by half a pixel of 224, a colour by 1/256."""
+        x = random_images(3, 64, torch.float32)
+        seen = hardneg.view(x, seeded(4), blur=0.5)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(hardneg.view(x, seeded(4), blur=0.5), seen)
+
+    def test_integers_are_bytes(self):
+        x = (random_images() * 255).to(torch.uint8)
+        assert torch.equal(hardneg.view(x.long(), seeded(1)), hardneg.view(x, seeded(1)))
+
+    @pytest.mark.parametrize("size", [(3, 8, 8), (2, 1, 8, 8)])
+    def test_other_shapes(self, size):
+        with pytest.raises(hardneg.InvalidArgument, match="^images is "):
+            hardneg.view(torch.rand(size))
+
 
 # ---- Section 8: encoders and memory
 class TestEncoder:
@@ -2869,6 +2913,15 @@ class TestMemoryBank:
             queue = other
             queue.push(3 * some)
         assert ((queue.rows @ keys[-size:].T).amax(0) > 1 - 1e-5).all()
+
+    def test_rows_of_another_shape(self):
+        """One embedding without a batch would fill several rows."""
+        bank = hardneg.MemoryBank(torch.eye(4))
+        with pytest.raises(hardneg.InvalidArgument, match="^z is "):
+            bank.push(torch.ones(4))
+        with pytest.raises(hardneg.InvalidArgument, match="^index is "):
+            bank.update(torch.arange(3), torch.ones(1, 4))
+        assert torch.equal(bank.rows, torch.eye(4))
 
     def test_follow_moves_a_network_towards_another(self):
         leader, follower = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
@@ -3029,6 +3082,7 @@ class TestGame:
             monkeypatch.setattr(hardneg, f"hinge_{broken}", infinite)
         with pytest.raises(FloatingPointError, match=f"^the loss of the {broken} is -?(inf|nan)"):
             step()
+        assert all(x.requires_grad for x in game.D.parameters())  # it learns when the game goes on
         assert not any(moved(part, old) for part, old in zip(parts, before, strict=True))
 
     @pytest.mark.parametrize("pretrain", [0, 1, 3])
@@ -3083,6 +3137,39 @@ class TestReadouts:
         assert encoder.training and encoder.backbone.training and not encoder.head.training
         features, z = encoder.eval()(IMAGES[:50] / 255)
         all_close(found, (features, z / z.norm(dim=1, keepdim=True)), 1e-5)
+        found = hardneg.embed(encoder, (IMAGES[:50] / 255).double())
+        close(found[0], features, 1e-5)
+
+    def test_embed_gives_the_modes_back_after_an_error(self):
+        encoder = hardneg.Encoder()
+        with pytest.raises(RuntimeError):
+            hardneg.embed(encoder, torch.rand(2, 5, 8, 8))
+        assert all(module.training for module in encoder.modules())
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+    def test_labels_of_any_integers(self, dtype):
+        labels = torch.arange(40) % 4
+        x = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
+        for readout in (hardneg.knn_accuracy, hardneg.linear_readout):
+            found = readout(x, labels.to(dtype), x, labels.to(dtype))
+            assert found == readout(x, labels, x, labels) > 99
+
+    def test_linear_readout_in_inference_mode(self):
+        labels = torch.arange(40) % 4
+        rows = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
+        with torch.inference_mode():
+            x, y = rows.clone(), labels.clone()  # made in this mode, they cannot be trained on
+            assert hardneg.linear_readout(x, y, x, y) > 99
+
+    def test_knn_accuracy_at_a_small_temperature(self):
+        """e^{1/t} overflows float32 below t = 0.0113."""
+        labels = torch.arange(40) % 4
+        x = embeddings(1, 40, 4)
+        assert hardneg.knn_accuracy(x, labels, x, labels, k=5, temperature=0.001) == 100
+
+    def test_uniformity_needs_two_rows(self):
+        with pytest.raises(hardneg.InvalidArgument, match="^z is "):
+            hardneg.uniformity(torch.ones(1, 3))
 
     @given(**SEEDS, k=st.sampled_from([1, 7, 100]))
     def test_knn_accuracy_is_that_of_a_plain_loop(self, seed, k):
@@ -3452,6 +3539,7 @@ class TestTraining:
 
     INVALID = [("training", "lr", x) for x in (0, math.nan)]
     INVALID += [("training", "epochs", 0), ("training", "batch_size", 1)]
+    INVALID += [("training", "epochs", 1.5), ("training", "batch_size", 2.5)]
     INVALID += [("training", "recipe", "lars"), ("training", "micro_batch", 0)]
     INVALID += [(of, "momentum", x) for of in ("bank", "queue", "game") for x in (-0.1, 1.0)]
     INVALID += [("queue", "size", 0), ("clae", "bound", 0.0), ("clae", "bound", 1.0)]
@@ -3471,8 +3559,7 @@ class TestTraining:
             "no ppcl": lambda objective: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
         }
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
-        named = "encoder" if name == "name" else name
-        with pytest.raises(hardneg.InvalidArgument, match=f"^{named} is .*; it must be "):
+        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
             call(**{name: value})
 
 
