@@ -223,7 +223,7 @@ def _has_converged(error, step, max_steps, tolerance):
     if step == max_steps and last > tolerance:
         message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
         message += "raise epsilon, or check that labels leave enough candidates"
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=4)  # past sinkhorn and torch's wrapper of it
     return step == max_steps or last <= tolerance or math.isnan(last)
 
 
@@ -321,14 +321,7 @@ def debiased(
 
 
 def _debiased(
-    pos,
-    neg,
-    log_w,
-    tau_plus=0.0,
-    temperature=1.0,
-    log_w_pos=None,
-    log_total=None,
-    debias="published",
+    pos, neg, log_w, tau_plus, temperature, log_w_pos, log_total=None, debias="published"
 ):
     """Compute `debiased` (A,), and whether nothing is left, or less than the floor (A,)."""
     log_all = log_sum(neg, log_w)
