@@ -235,7 +235,7 @@ def encoder_of(state: dict, device: str = "cpu") -> hardneg.Encoder:
     """Make the encoder of a checkpoint, as it was trained."""
     encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
     encoder.load_state_dict(state["training"]["encoder"])
-    return encoder.to(device)
+    return encoder.to(device, memory_format=torch.channels_last)
 
 
 def export(folder: Path, path: Path) -> None:
