@@ -588,6 +588,7 @@ class TestWeights:
     """The rules uniform, tilted, hardest, top and transported are the oracle's."""
 
     @pytest.mark.parametrize("name", WEIGHT_OPTIONS)
+    @at_least(30)
     @given(**MATRICES, tied=BOOLEANS, alpha=st.floats(0.01, 1), beta=st.floats(0, 20))
     def test_log_weights(self, name, seed, a, n, tied, alpha, beta):
         logits = masked_logits(seed, a, n, empty=a > 1 and name != "transported")
