@@ -305,9 +305,10 @@ def debiased(
     log_total: log W; None: computed. On a CPU, a warning says if at more than half of the anchors
     nothing is left, or less than the floor. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
     At τ⁺ = 1/N it acts like `decoupled`.
-    "published"  τ = τ⁺, and the floor W e^{−1/t}, as no cosine is below −1; it has no gradient. For
-                 uniform weights W τ E⁺ is the expected sum over false negatives; for others the
-                 formula does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)
+    "published"  τ = τ⁺, and the floor W e^{−1/t}, as no cosine is below −1: no logit has a gradient
+                 there. For uniform weights W τ E⁺ is the expected sum over false negatives; for
+                 others the formula does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5
+                 (without N)
     "exact"      τ = τ_i of `_log_class_share`: the mean over true negatives as q defines it. It is
                  at most the largest e^s. The floor, which also stands where τ_i ≥ 1, is the
                  published mean for uniform weights: hard weights raise a mean. It needs positives
@@ -513,9 +514,9 @@ def contrastive_loss(
                     memory that grows like A + N, and not to be differentiated twice. 0: at once.
                     For "none" and for functions a backward pass computes each block again
 
-    Takes any floating dtype; computes in float32 at least, with autocast off. Ignores options that
-    weights and objective do not have. Raises ValueError that names the invalid argument, on a CPU
-    also for embeddings that are not finite.
+    Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
+    options that weights and objective do not have. Raises ValueError that names the invalid
+    argument, on a CPU also for embeddings that are not finite.
     Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
     options = _options_of("contrastive_loss", options)
     _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options)
@@ -527,11 +528,8 @@ def contrastive_loss(
         value = _evaluate(pairs, options, potential)
         if group is not None and options.reduction != "none":
             value = _as_one_process(value, options.reduction, group)
-        if _may_read(value):
-            # a row of NaN that is masked leaves the value finite, but not the gradient
-            may_hide = negative_mask is not None or labels is not None
-            if may_hide or not value.isfinite().all():
-                _check_finite(views, negatives)
+        if _may_read(value):  # also if the value is finite: a masked NaN shows in the gradient
+            _check_finite(views, negatives)
         if return_stats:
             return value, _statistics(pairs, options, potential, group)
         return value
@@ -727,8 +725,9 @@ def _exclude_(neg, pos, pairs, options):
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
 
-    Options of a call override those given here. An nn.Parameter as temperature is learned. In other
-    libraries, ContrastiveLoss is the loss of pairs with a margin by Hadsell et al."""
+    Options of a call override those given here. An nn.Parameter as temperature is learned, and so
+    are the parameters of an nn.Module as weights or objective. In other libraries, ContrastiveLoss
+    is the loss of pairs with a margin by Hadsell et al."""
 
     def __init__(self, loss: str = "simclr", **options):
         super().__init__()
@@ -736,6 +735,10 @@ class ContrastiveLoss(nn.Module):
         settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
         self.options = _options_of("ContrastiveLoss", settings)  # to be read: calls take `given`
         self.temperature = self.options.temperature  # a number, or this module's parameter
+        for name in ("weights", "objective"):
+            part = getattr(self.options, name)
+            if isinstance(part, nn.Module):
+                self.add_module(name, part)  # so that its parameters are the module's
 
     def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the views, with the module's options and those given here."""
@@ -840,9 +843,11 @@ def mine(
     matrices = all(torch.is_tensor(x) and x.ndim == 2 for x in (queries, documents))
     fits = matrices and queries.shape[1] == documents.shape[1]
     _require(fits, "queries, documents", got, "tensors (n, D), (N, D)")
-    _require(k >= 1, "k", k, "at least 1")
-    _require(skip >= 0, "skip", skip, "at least 0")
+    for name, value, least in (("k", k, 1), ("skip", skip, 0)):
+        fits = isinstance(value, numbers.Integral) and value >= least
+        _require(fits, name, value, f"a whole number of at least {least}")
     n, size, device = len(queries), len(documents), queries.device
+    _require(size > 0, "documents", "of no rows", "of at least one")
     if positives is None:
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
         positives = torch.arange(n, device=device)
@@ -1048,7 +1053,8 @@ def _check_finite(views, negatives):
     if negatives is not None:
         named["negatives"] = negatives
     for name, x in named.items():
-        if not x.isfinite().all():
+        # a finite sum says that all are finite, much faster; but a sum can also overflow
+        if not x.sum().isfinite() and not x.isfinite().all():
             raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
 
 
@@ -1077,7 +1083,7 @@ class Options:
     block_size: int | None = None
 
     def __post_init__(self):
-        _require(self.loss in PRESETS, "loss", repr(self.loss), f"one of {', '.join(PRESETS)}")
+        self._check_name("loss", PRESETS)
         parts = zip(("weights", "objective", "tau_plus"), PRESETS[self.loss], strict=True)
         for name, value in parts:
             if getattr(self, name) is None:
@@ -1152,6 +1158,8 @@ def _options_of(caller, given):
 def _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options):
     """Check that views, negatives, positive_index, negative_mask and labels fit together."""
     b, d = _check_views(views, negatives, group)
+    if options.margin_columns is not None:
+        _require(negatives is not None, "margin_columns", "given", "None without negatives")
     ranks = 1
     if group is not None:
         known = isinstance(group, distributed.ProcessGroup)
@@ -1908,6 +1916,24 @@ class Game(nn.Module):
 # ---- 10. Readouts: what an encoder has learned, in numbers; none of them changes it
 
 
+def _in_full_precision(readout):
+    """Turn autocast off in a readout: 16 bits are too few, and L-BFGS would see cached weights."""
+
+    @functools.wraps(readout)
+    def of(*args, **kwargs):
+        some = [*args, *kwargs.values()][0]
+        with torch.autocast(some.device.type, enabled=False):
+            return readout(*args, **kwargs)
+
+    return of
+
+
+def _check_labels(name, labels):
+    """Check that labels are classes: 0, 1, …"""
+    if len(labels) > 0 and labels.min() < 0:
+        _require(False, name, f"from {int(labels.min())} on", "at least 0: numbers of classes")
+
+
 @torch.no_grad()
 def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
@@ -1926,6 +1952,7 @@ def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
 
+@_in_full_precision
 def knn_accuracy(
     train: Tensor,
     train_labels: Tensor,
@@ -1937,6 +1964,7 @@ def knn_accuracy(
     """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
     train (n, D), test (m, D), labels (n,), (m,). A k above n takes all n.
     The defaults are those of [1]'s code."""
+    _check_labels("train_labels", train_labels)
     train = unit(train.float())
     members = F.one_hot(train_labels.long())  # (n, classes)
     right = 0
@@ -1949,6 +1977,7 @@ def knn_accuracy(
     return 100 * float(right) / len(test)
 
 
+@_in_full_precision
 @torch.inference_mode(False)  # it needs gradients, even where its caller wants none
 def linear_readout(
     train: Tensor,
@@ -1962,6 +1991,7 @@ def linear_readout(
     train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features.
     Nothing is random: L-BFGS solves the convex problem from zero, until the gradient is at most
     1e-4, the loss stands still, or max_steps are done."""
+    _check_labels("train_labels", train_labels)
     mean, std = train.mean(0), train.std(0)
     constant = std <= 1e-5 * train.abs().amax(0)
     std = std.masked_fill(constant, INF)  # a constant feature becomes 0
@@ -1985,6 +2015,7 @@ def linear_readout(
     return 100 * float(right.float().mean())
 
 
+@_in_full_precision
 @torch.no_grad()
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
@@ -2006,10 +2037,12 @@ def alignment(x: Tensor, y: Tensor) -> Tensor:
     return (unit(_upcast(x)) - unit(_upcast(y))).square().sum(1).mean()
 
 
+@_in_full_precision
 @torch.no_grad()
 def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     """Measure how near samples of a class are: the mean cosine of pairs that share a label.
     z (n, D), labels (n,) → in [−1, 1]. Ref: [4] Eq. 11, over pairs of one label, as its Table 1"""
+    _check_labels("labels", labels)
     z = unit(_upcast(z))
     members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
     sums, counts = members.T @ z, members.sum(0)
@@ -2072,6 +2105,7 @@ class SimCLR(nn.Module):
         """Draw for each image another one of its class; itself if there is none, or no label (−1).
         Partners on another device than the index make the host wait."""
         images, labels = self.partners
+        labels = labels.to(index.device)
         same = (labels == labels[index, None]) & (labels >= 0)  # (B, n)
         log_w = torch.where(same, 0.0, -INF).scatter_(1, index[:, None], -20.0)
         other = draw(log_w, 1, generator)[:, 0]

@@ -1288,6 +1288,22 @@ class TestContrastiveLossModule:
         shown = ["ContrastiveLoss('hcl'", "beta=2.0", "temperature=0.3", "tau_plus=0.1", "tilted"]
         assert all(words in repr(module) for words in shown) and not module.state_dict()
 
+    @pytest.mark.parametrize("name", ["weights", "objective"])
+    def test_a_module_as_a_part_is_trained(self, name):
+        class Shift(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.shift = nn.Parameter(torch.tensor(0.5))
+
+            def forward(self, *logits):
+                return self.shift * (logits[0] if name == "weights" else logits[0].sum(1))
+
+        criterion = hardneg.ContrastiveLoss(**{name: Shift()})
+        assert [*criterion.state_dict()] == [f"{name}.shift"]
+        encoder, method = hardneg.Encoder(size=16), hardneg.SimCLR(criterion)
+        next(iter(hardneg.Training(encoder, IMAGES, method, epochs=1)))
+        assert next(criterion.parameters()) != 0.5
+
     def test_a_learned_temperature_is_a_parameter(self):
         x, y = embeddings(3, 2, 4, 3)
         learned = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
@@ -2267,7 +2283,13 @@ class TestMine:
             else:
                 assert losses[i] == 0
 
-    WRONG = [("k", 4, {"k": 0}), ("skip", 4, {"k": 1, "skip": -1}), ("documents", 3, {"k": 1})]
+    WRONG = [
+        ("k", 4, {"k": 0}),
+        ("k", 4, {"k": 2.0}),
+        ("documents", 0, {"k": 1}),
+        ("skip", 4, {"k": 1, "skip": -1}),
+        ("documents", 3, {"k": 1}),
+    ]
     WRONG += [("labels", 4, {"k": 1, "labels": torch.ones(8)})]
     WRONG += [("positives", 4, {"k": 1, "positives": torch.zeros(4, 2).long()})]
     WRONG += [("positives", 4, {"k": 1, "positives": [0, 1, 2, low]}) for low in (-1, 4)]
@@ -2383,7 +2405,7 @@ class TestInvalidArguments:
     """An `InvalidArgument` names the argument, of `Options` or a tensor; NaN never passes."""
 
     VALUES = {
-        "loss": ["infonce"],
+        "loss": ["infonce", ["hcl"]],
         "weights": ["heavy", torch.ones(2)],
         "objective": ["contrast", 1],
         "cost": ["cosine", max],
@@ -2446,7 +2468,7 @@ class TestInvalidArguments:
     WRONG += [("positive_index", index, (5,)) for index in INDICES]
     WRONG += [("positive_index", [0, 1, 2, 0], (4, 2)), ("positive_index", [0, 1, 2, 3], ())]
     WRONG += [("negative_mask", torch.ones(4, 8).bool(), k) for k in ((), (7,), (4, 2))]
-    WRONG += [("group", "world", ()), ("group", True, ())]
+    WRONG += [("group", "world", ()), ("group", True, ()), ("margin_columns", 3, ())]
 
     @pytest.mark.parametrize("name, value, k", [*WRONG, ("negative_mask", torch.ones(8, 8), ())])
     def test_other_tensors(self, name, value, k):
@@ -2483,8 +2505,14 @@ class TestInvalidArguments:
         x = embeddings(2, 11, 3)
         x[9] = math.nan
         kept = torch.tensor([True, False, True])
-        with pytest.raises(hardneg.InvalidArgument, match="^negatives is not finite"):
-            contrastive_loss(x[:4], x[4:8], negatives=x[8:], negative_mask=kept, loss=loss)
+        for hidden in ({"negative_mask": kept}, {"positive_index": [1, 1, 1, 1]}):
+            with pytest.raises(hardneg.InvalidArgument, match="^negatives is not finite"):
+                contrastive_loss(x[:4], x[4:8], negatives=x[8:], **hidden, loss=loss)
+
+    def test_large_embeddings_are_finite(self):
+        """Their sum is not."""
+        x = torch.full((3, 4), 6e4, dtype=torch.float16)
+        assert contrastive_loss(x, x, normalize=False, temperature=1e12).isfinite()
 
 
 # ---- Section 6: large batches and ranks
@@ -3141,6 +3169,25 @@ class TestReadouts:
         found = hardneg.embed(encoder, (IMAGES[:50] / 255).double())
         close(found[0], features, 1e-5)
 
+    def test_autocast_changes_nothing(self):
+        z = 1 + 0.1 * embeddings(5, 300, 4).float()
+        labels = (z[:, 0] > 1).long()
+        found = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                split = z[:200], labels[:200], z[200:], labels[200:]
+                readouts = [hardneg.knn_accuracy(*split, k=3), hardneg.linear_readout(*split)]
+                found.append([*readouts, hardneg.uniformity(z), hardneg.tolerance(z, labels)])
+        assert found[0] == found[1] and found[0][1] > 90
+
+    def test_labels_are_numbers_of_classes(self):
+        z, labels = embeddings(5, 6, 4), torch.tensor([0, 1, -1, 0, 1, 1])
+        for readout in (hardneg.knn_accuracy, hardneg.linear_readout):
+            with pytest.raises(hardneg.InvalidArgument, match="^train_labels is from -1 on"):
+                readout(z, labels, z, labels)
+        with pytest.raises(hardneg.InvalidArgument, match="^labels is from -1 on"):
+            hardneg.tolerance(z, labels=labels)
+
     def test_embed_gives_the_modes_back_after_an_error(self):
         encoder = hardneg.Encoder()
         with pytest.raises(RuntimeError):
@@ -3245,6 +3292,15 @@ class TestMethods:
             assert torch.equal(labels[first], labels[second])
             assert torch.equal(first == second, first < 3)
         assert len(torch.cat(seen[1::2]).unique()) == 60
+
+    @pytest.mark.parametrize("place", ["cpu", "cuda"])
+    def test_partners_may_lie_on_the_cpu(self, place):
+        with FakeTensorMode():
+            images = torch.zeros(9, 3, 8, 8, dtype=torch.uint8, device=place)
+            partners = images, torch.zeros(9, dtype=torch.long, device=place)
+            method = hardneg.SimCLR(hardneg.ContrastiveLoss(), partners=partners)
+            others = method.others_of_class(torch.arange(4, device="cuda"), None)
+        assert others.device.type == "cuda" and others.shape == (4, 3, 8, 8)
 
     def test_bank_holds_the_embeddings_of_each_image(self, plain_views):
         training = begin(IMAGES, "bank", method_options={"momentum": 0.0})

@@ -72,7 +72,7 @@ class Options:
     detach_weights: bool = option(None, "no gradient through weights", otherwise="ot alone")
     debias: str = option("published", "of tau_plus [1]", choices=("published", "exact"))
     beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
-    anneal: bool = option(False, "hcl: lower beta to 0 in five steps over the run")
+    anneal: bool = option(False, "hcl: lower beta to a fifth in five steps over the run")
     epsilon: float = option(0.3, "ot: regularisation, in units of the cost, above 0 [2]")
     cost: str = option("sqeuclidean", "ot: of the coupling", choices=("sqeuclidean", "exp"))
     kappa: float = option(0.0, "ot: κ of the cost exp")

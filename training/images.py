@@ -86,9 +86,11 @@ def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
 
 
 def hold_out(images: Images) -> Images:
-    """Take every fifth training image of each class for the test."""
+    """Take every fifth training image of each class for the test, and none without a label."""
     held = torch.zeros(len(images.train), dtype=torch.bool)
     for label in images.train_labels.unique():
+        if images.classes and label < 0:  # no label: of no use in a test
+            continue
         members = (images.train_labels == label).nonzero()[:, 0]
         held[members[4::5]] = True
     train, labels = images.train, images.train_labels

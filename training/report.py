@@ -185,8 +185,9 @@ def describe(options, training: hardneg.Training) -> None:
     words = [f"{name} {used[name]}" for name in hardneg.SETTINGS[1:] if name in used]
     ranks = f", on {training.ranks} processes" if training.ranks > 1 else ""
     print(f"loss {options.loss}: {', '.join(words)}{ranks}")
+    end = 1 - 1 / (training.epochs * training.steps_per_epoch)  # the progress at the last step
     for name, schedule in training.schedules.items():
-        first, half, last = (schedule(progress) for progress in (0.0, 0.5, 1.0))
+        first, half, last = (schedule(progress) for progress in (0.0, 0.5, end))
         print(f"{name} goes from {first:g} to {half:g} by halftime, and ends at {last:g}")
     if options.objective in ("nce", "ppcl"):
         n = _candidates(options, training)
@@ -204,7 +205,7 @@ def _candidates(options, training):
     elif options.method == "diffhard":  # as many generated images as real ones
         n = 4 * batch - 2
     if options.weights == "top":
-        n = math.ceil(n * options.alpha)
+        n = math.ceil(round(n * options.alpha, 6))  # 0.07 · 100 is above 7 in floating point
     return n
 
 

@@ -188,6 +188,14 @@ class TestLoad:
         ]
         close(*shares, 1e-6)
 
+    def test_images_without_a_label_are_no_test(self, few):
+        """STL10 has many of them, beside its classes."""
+        labels = few.train_labels.clone()
+        labels[::2] = -1
+        held = images.hold_out(few._replace(train_labels=labels))
+        assert len(held.test) == sum(count // 5 for count in labels[labels >= 0].bincount())
+        assert (held.test_labels >= 0).all() and (held.train_labels < 0).sum() == (labels < 0).sum()
+
     def test_at_most(self, few):
         some = images.at_most(few, 40)
         assert some.train_labels.bincount().tolist() == [10] * 4
@@ -1016,7 +1024,7 @@ BUILT = """
 
 # a command | its schedules: their values at the beginning and at the end
 SCHEDULES = """
---anneal --beta 2 | beta=(2, 0)
+--anneal --beta 2 | beta=(2, 0.4)
 --beta 2 |
 --loss hard --alpha .2 | alpha=(1, 0.2)
 --loss hard --no-lead-in |
@@ -1048,7 +1056,8 @@ class TestBuild:
     @pytest.mark.parametrize("words, wanted", table(SCHEDULES))
     def test_schedules(self, words, wanted, few):
         _, training = train.build(options_of(words), few)
-        ends = {name: (f(0.0), f(1.0)) for name, f in training.schedules.items()}
+        last = 1 - 1 / (training.epochs * training.steps_per_epoch)  # progress at the last step
+        ends = {name: (f(0.0), round(f(last), 9)) for name, f in training.schedules.items()}
         assert ends == (values_named(wanted) if wanted else {})
 
     def test_the_encoder_is_compiled_on_demand(self, few, monkeypatch):
@@ -1081,6 +1090,13 @@ class TestBuild:
         losses = {round(epoch["loss"], 4) for epoch in history if "loss" in epoch}
         (chance,) = re.findall(r"log\((\d+)\)", capsys.readouterr().out)
         assert losses == {round(math.log(int(chance)), 4)}
+
+    @pytest.mark.parametrize("alpha", [0.07, 0.1, 1 / 3])
+    def test_chance_counts_what_top_keeps(self, alpha):
+        options = train.Options(loss="hard", alpha=alpha, batch_size=51)
+        training = SimpleNamespace(images=range(51), steps_per_epoch=1)
+        kept = hardneg.top(torch.arange(100.0)[None], alpha) == 0
+        assert report._candidates(options, training) == kept.sum()
 
     def test_a_loss_that_is_not_finite_is_said_in_one_line(
         self, tmp_path, small_shapes, monkeypatch, capsys
