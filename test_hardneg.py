@@ -1064,6 +1064,8 @@ class TestNegatives:
             labels = rng(seed).integers(3, size=b + rows)
         positive_index = rng(seed).integers(k, size=b) if owned and rows else None
         masks = {"negative_mask": negative_mask, "labels": labels, "positive_index": positive_index}
+        if where == "batch":
+            options["margin_columns"] = None  # it is of given rows
         if weights == "transported":
             options["margin_columns"] = None  # a few cut entries make couplings that hardly settle
             views = np.split(oracle.unit(x[: v * b]), v)
