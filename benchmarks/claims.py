@@ -98,6 +98,16 @@ CLAIMS = [
         },
     ),
     Claim(
+        "… after 60 epochs on all of CIFAR-10",
+        "[1], [2]",
+        {
+            "`hcl`": Gap("long", "hcl", "simclr"),
+            "`ot`": Gap("long", "ot", "simclr"),
+            "tilted weights, t = 0.1": Gap("long", "tilted", "simclr"),
+            "tilted weights by kNN": Gap("long", "tilted", "simclr", "knn"),
+        },
+    ),
+    Claim(
         "the gradient through the weights gains",
         "here",
         {

@@ -1341,6 +1341,7 @@ class TestReadme:
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
         claims, studies = (importlib.import_module(name) for name in ("claims", "studies"))
         assert claims.table() in MORE
+        assert studies.progress("long") in MORE
         assert all(table in MORE for table in studies.geometry("tiny-t").split("\n\n"))
         for gaps, said in (([1, 2, 3], "open"), ([4, 5, 6], "holds"), ([-4, -5, -6], "fails")):
             assert claims.judgement(gaps) == said
