@@ -75,6 +75,7 @@ __all__ = ["ContrastiveLoss", "contrastive_loss", "gather", "mine"]
 INF = math.inf
 _NONE = -1e30  # fills the row of an anchor without candidates: finite, as −∞ − (−∞) is NaN
 _MASKED = -1e28  # logits and log weights below this do not count
+GROUP = 32  # columns that `_largest` looks at together
 
 
 # ---- 1. Weights: how much does each candidate count? -------------------------------------------
@@ -105,8 +106,7 @@ def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
 
 def hardest(logits: Tensor) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, −∞ elsewhere.
-    With `mean_one` at log_n = log N it has the weight N; ties share it. It is the limit β → ∞ of
-    `tilted`.
+    With `mean_one` at log_n = log N its weight is N; ties share it. It is `tilted` at β → ∞.
     Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
     nearest = logits.amax(-1, keepdim=True)
     return uniform(logits).masked_fill(logits < nearest, -INF)
@@ -115,8 +115,8 @@ def hardest(logits: Tensor) -> Tensor:
 def top(logits: Tensor, alpha: float = 0.1) -> Tensor:
     """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
     alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
-    candidates, at least the first; ties with it stay. For the k nearest, take alpha = k / N. The
-    weight of those that are dropped is not redistributed: w is 0 or 1, its mean ⌈αN⌉/N or more.
+    candidates; at least one stays, and ties with the last. For the k nearest, take alpha = k / N.
+    The weight of those that are dropped is not redistributed: w is 0 or 1, its mean ⌈αN⌉/N or more.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
     return uniform(logits).masked_fill(logits < _threshold(logits.detach(), alpha), -INF)
 
@@ -171,8 +171,8 @@ def sinkhorn(
     It scales rows, f_i ← −log A − log Σ_j e^{log_kernel_ij + g_j}, and columns in turn, until
     error = Σ_i |Σ_j P_ij − 1/A| is at most `tolerance` (None: 1e-5, in float64 1e-12), or warns
     after max_steps. On a GPU the host reads the error after every eighth step, and never while a
-    graph is captured: then there are 32 steps. Fully masked rows and columns carry no mass; A does
-    not count them. Differentiable; autograd stores 2·A·N numbers for each step.
+    graph is captured: then there are 32 steps. Fully masked rows and columns carry no mass; A and
+    N do not count them. Differentiable; autograd stores 2·A·N numbers for each step.
     Cost: 2·A·N per step, which multiplies the error by σ₂², σ₂ the 2nd singular value of √(AN) P: 3
     to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about 1/error if the masks force
     an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
@@ -184,7 +184,7 @@ def sinkhorn(
         column_count = (column_sums > _MASKED).sum().clamp_min(1).to(row_sums.dtype)
         if step > 0:
             error = torch.expm1(f + row_sums).abs().sum() / row_count  # rows of P sum to e^{…} / A
-            if _has_converged(error, step, max_steps, tolerance):
+            if _stops(error, step, max_steps, tolerance):
                 break
         f = -row_sums
         g = (row_count / column_count).log() - column_sums
@@ -208,14 +208,11 @@ def _log_sums(log_kernel, g):
     return row_sums, column_sums.clamp_min(_MASKED)
 
 
-STEPS_PER_READ = {"cpu": 1}  # on a GPU 8, as the host waits for what it reads
-
-
-def _has_converged(error, step, max_steps, tolerance):
-    """Decide whether Sinkhorn stops, and warn if it has to stop too early."""
+def _stops(error, step, max_steps, tolerance):
+    """Whether Sinkhorn stops; it warns if it has to stop too early."""
     if not _is_concrete(error):
         return step >= min(32, max_steps)
-    if step < max_steps and step % STEPS_PER_READ.get(error.device.type, 8) > 0:
+    if step < max_steps and step % 8 > 0 and not _may_read(error):
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
@@ -247,14 +244,12 @@ def weigh(
     potential: Tensor | float | None = None,
 ) -> Tensor:
     """Answer question 2 by the options: logits (A, N) → log weights (A, N).
-    `tilted`, `hardest` and `transported` get mean 1: log_n is that of `mean_one`. `uniform` and
-    `top` are 0 or −∞. The weights of a function are taken as they are, but −∞ where the logits are.
-    temperature and potential: of `transported`."""
+    `tilted`, `hardest` and `transported` get mean 1: log_n is that of `mean_one`; temperature and
+    potential are of `transported`. Weights of a function stay, but −∞ where the logits are."""
     if callable(options.weights):
         log_w = options.weights(logits)
         _check_result("weights", log_w, logits.shape)
-        log_w = log_w.masked_fill(logits < _MASKED, _NONE)
-        return log_w.masked_fill(logits == -INF, -INF)
+        return torch.where(logits < _MASKED, logits.detach(), log_w)
     if options.weights == "uniform":
         return uniform(logits)
     if options.weights == "top":
@@ -303,16 +298,17 @@ def debiased(
 
     pos, neg are logits; log_w_pos (A, M), None for uniform weights and no pos of −∞ → (A,).
     log_total: log W; None: computed. On a CPU, a warning says if at more than half of the anchors
-    nothing is left, or less than the floor. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j}, without a floor.
-    At τ⁺ = 1/N it acts like `decoupled`.
+    nothing is left, or, as published, less than the floor. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j},
+    without a floor.
     "published"  τ = τ⁺, and the floor W e^{−1/t}, as no cosine is below −1: no logit has a gradient
                  there. For uniform weights W τ E⁺ is the expected sum over false negatives; for
                  others the formula does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5
                  (without N)
-    "exact"      τ = τ_i of `_log_class_share`: the mean over true negatives as q defines it. It is
-                 at most the largest e^s. The floor, which also stands where τ_i ≥ 1, is the
-                 published mean for uniform weights: hard weights raise a mean. It needs positives
-                 that are samples of the class, four or more, and t ≥ 0.3. Ref: [1], q_β⁻"""
+    "exact"      τ = τ_i of `_log_class_share`: W times the mean over true negatives as q defines
+                 it. That mean is at most the largest e^s. The floor, which also stands where
+                 τ_i ≥ 1, is the published mean for uniform weights: hard weights raise a mean. It
+                 needs positives that are samples of the class, four or more, and t ≥ 0.3.
+                 Ref: [1], q_β⁻"""
     settings = tau_plus, temperature, log_w_pos, log_total, debias
     rest, clamped = _debiased(pos, neg, log_w, *settings)
     if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
@@ -324,7 +320,7 @@ def debiased(
 def _debiased(
     pos, neg, log_w, tau_plus, temperature, log_w_pos, log_total=None, debias="published"
 ):
-    """Compute `debiased` (A,), and whether nothing is left, or less than the floor (A,)."""
+    """Compute `debiased` (A,), and where nothing is left, or, as published, less than the floor."""
     log_all = log_sum(neg, log_w)
     if tau_plus == 0:
         return log_all, torch.zeros_like(log_all, dtype=torch.bool)
@@ -338,11 +334,13 @@ def _debiased(
     log_others = math.log1p(-tau_plus)
     floor = log_total - 1 / temperature
     if debias == "exact":
+        plain, plain_pos = uniform(neg), uniform(pos)
+        if log_w_pos is None:
+            log_w_pos = plain_pos
         log_tau = _log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
-        log_others = _log_difference(torch.zeros_like(log_tau), log_tau)
-        alike = uniform(neg)
-        published, _ = _debiased(pos, neg, alike, tau_plus, temperature, uniform(pos))
-        floor = published + log_total - log_sum(alike)  # the same mean, with W for N
+        log_others = _log_difference(0, log_tau)
+        published, _ = _debiased(pos, neg, plain, tau_plus, temperature, plain_pos)
+        floor = published + log_total - log_sum(plain)  # the same mean, with W for N
     log_false = log_total + log_tau + log_positive
     rest = _log_difference(log_all, log_false) - log_others
     nothing_left = log_false >= log_all
@@ -380,7 +378,7 @@ def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
 
 def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    [4] has a factor λ before the sum; here it is 1/N, 1/(αN) for `top`, as in the limit t → ∞ of
+    [4] has a factor λ before the sum; here it is 1/N, 1/⌈αN⌉ for `top`, as in the limit t → ∞ of
     `nce`. An anchor without negatives keeps its first term.
     Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
     return _weighted_mean(neg, log_w) - pos.mean(-1)
@@ -442,6 +440,7 @@ PRESETS = {  # loss: weights, objective, tau_plus
     "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
     "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
 }
+PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`
 
 
 def contrastive_loss(
@@ -461,11 +460,9 @@ def contrastive_loss(
                     of torch.cat(views). The other rows of its sample are its positives, the rows of
                     other samples its candidates
     negatives       (K, D): the candidates are these rows instead, and the anchors the first view
-                    alone; or (B, K, D), rows for each anchor. For the second views and given rows
-                    together: negatives=torch.cat([y, given.flatten(0, 1)]),
-                    positive_index=torch.arange(B) for the views x, y
+                    alone; or (B, K, D), rows for each anchor
     positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
-                    candidate
+                    candidate: torch.arange(B) for views x, y and negatives=torch.cat([y, given])
     negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
                     negative: for ragged or filtered ones. Masked rows have to be finite, too
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
@@ -476,21 +473,22 @@ def contrastive_loss(
                     one shape. The value is that of one process on all views, and so is the gradient
                     once DDP has averaged it
     return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors
-                    where debiasing leaves nothing, or less than its floor; `ess`, (Σw)²/Σw² as a
-                    share of N; `positive` and `negative`, mean cosines; `temperature_effective`,
-                    the t at which simclr's gradients in an anchor's negatives are spread with the
-                    entropy that they have here with the weights held, a geometric mean over
-                    ⌊2^14/N⌋ anchors, at least one; with exact debiasing `share`, the mean τ_i
+                    where debiasing leaves nothing, or, as published, less than its floor; `ess`,
+                    (Σw)²/Σw² as a share of N; `positive` and `negative`, mean cosines;
+                    `temperature_effective`, the t at which `simclr` would spread its gradient over
+                    an anchor's negatives with the same entropy as this loss, the weights held
+                    and all hinges of `triplet` active: a geometric mean over ⌊2^14/N⌋ anchors, at
+                    least one; with exact debiasing `share`, the mean τ_i
 
     The options are the fields of `Options`, with these defaults:
 
     loss="simclr"   a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
     weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights;
-                    with τ⁺ > 0 also those of several positives, (a, M). Where its gradient is not
-                    finite at −∞, it has to clamp the logits first
+                    with τ⁺ > 0 and several positives it is called on their logits (a, M), too.
+                    Where its gradient is not finite at −∞, it has to clamp the logits first
     objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → (a,);
                     an anchor without candidates has a row of −1e30
-    tau_plus        τ⁺ in [0, 1), of nce, ppcl and decoupled; not of a function
+    tau_plus        τ⁺ in [0, 1), of nce, ppcl and decoupled; a function as objective ignores it
     temperature=0.5  t > 0, divides cosines; a 0-d tensor that requires a gradient is learned. Its
                     value is checked on a CPU, but neither on a GPU nor in compiled code
     beta=1.0        β ≥ 0, of tilted; multiplies cos/t
@@ -511,8 +509,9 @@ def contrastive_loss(
     reduction="mean"  "mean", "sum", or "none": one value for each anchor
     block_size      anchors in a block; it changes results by rounding alone. None: an ordinary
                     batch (2^18 pairs on a CPU, 2^24 on a GPU) at once, a larger one in blocks, in
-                    memory that grows like A + N, and not to be differentiated twice. 0: at once.
-                    For "none" and for functions a backward pass computes each block again
+                    memory that grows like A + N, and not to be differentiated twice. 0, and always
+                    for negatives (B, K, D): at once. For "none" and for functions a backward pass
+                    computes each block again
 
     Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
     options that weights and objective do not have. Raises ValueError that names the invalid
@@ -533,9 +532,6 @@ def contrastive_loss(
         if return_stats:
             return value, _statistics(pairs, options, potential, group)
         return value
-
-
-PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`
 
 
 class _Pairs(NamedTuple):
@@ -603,8 +599,7 @@ def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | Non
 
 
 def _who_(neg, pairs, options):
-    """Answer question 1: mask the products (a, N) → those with positives (a, M), and log N_i.
-    log N_i is (a,), or one number if it is the same for all anchors."""
+    """Answer question 1: mask the products (a, N) → those with positives (a, M), and log N_i."""
     pos = pairs.pos
     if options.objective == "ppcl" and pairs.labels is not None:
         pos = _add_labelled(pos, neg, pairs)
@@ -700,8 +695,8 @@ def _add_labelled(pos, neg, pairs):
 @torch.no_grad()
 def _exclude_(neg, pos, pairs, options):
     """Write −∞ into products (a, N) where the candidate is no negative; return log N_i.
-    No gradient is stopped by this: where neg is −∞, its gradient is 0. The row of an anchor without
-    candidates is filled with _NONE, as a row of −∞ would give NaN."""
+    No gradient is stopped by this: where neg is −∞, its gradient is 0. An anchor without candidates
+    gets a row of _NONE."""
     neg.scatter_(1, pairs.own, -INF)
     count = neg.shape[1] - pairs.own.shape[1]
     filters = [pairs.mask, pairs.labels, options.absolute_margin, options.relative_margin]
@@ -735,10 +730,8 @@ class ContrastiveLoss(nn.Module):
         settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
         self.options = _options_of("ContrastiveLoss", settings)  # to be read: calls take `given`
         self.temperature = self.options.temperature  # a number, or this module's parameter
-        for name in ("weights", "objective"):
-            part = getattr(self.options, name)
-            if isinstance(part, nn.Module):
-                self.add_module(name, part)  # so that its parameters are the module's
+        self.weights = self.options.weights  # of an nn.Module, the parameters are this one's, too
+        self.objective = self.options.objective
 
     def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of the views, with the module's options and those given here."""
@@ -828,9 +821,8 @@ def mine(
 
     positives       (n,): the row of each query's own document, which is not taken; None: row i
     labels          (N,): documents with the label of the query's own document are not taken
-    absolute_margin, relative_margin    leave out likely false negatives: a document may be taken if
-                    its cosine is at most c − absolute_margin and at most c − relative_margin · |c|,
-                    c that of the query's own document. 0.05 is a common relative one
+    absolute_margin, relative_margin    leave out likely false negatives, as in `contrastive_loss`:
+                    c is the cosine of the query's own document. 0.05 is a common relative one
     skip            how many of the nearest that are left to leave out as well
 
     To train on them, embed them again, with a gradient, and mask the places of −1:
@@ -861,7 +853,7 @@ def mine(
     found = []
     dtype = torch.promote_types(queries.dtype, documents.dtype)
     with torch.autocast(device.type, enabled=False):
-        queries, documents = unit(_upcast(queries.to(dtype))), unit(_upcast(documents.to(dtype)))
+        queries, documents = unit(queries.to(dtype)), unit(documents.to(dtype))
         for name, x in (("queries", queries), ("documents", documents)):
             _require(not _may_read(x) or x.isfinite().all(), name, "not finite", "finite")
         rows_at_once = min(n, max(128, 2**24 // size))
@@ -882,9 +874,6 @@ def mine(
             found.append(index.masked_fill(nearest == -INF, -1)[:, skip:])
     index = torch.cat(found)
     return F.pad(index, (0, k - index.shape[1]), value=-1)
-
-
-GROUP = 32  # columns
 
 
 def _largest(x, k):
@@ -953,7 +942,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 def unit(x: Tensor) -> Tensor:
     """Project rows (..., D) to the unit sphere: z = x / ‖x‖.
-    A zero row stays 0, and its gradient passes unchanged. Squares of entries must not overflow."""
+    Half precision becomes float32. A zero row stays 0, and its gradient passes unchanged. Squares
+    of entries must not overflow."""
+    x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
 
@@ -1124,6 +1115,7 @@ class Options:
 
 
 LEAST = math.ulp(0.0)  # the smallest number above 0
+FINITE = (math.nextafter(-INF, 0), INF, "that is finite")
 CHOICES = {
     "weights": WEIGHTS,
     "objective": OBJECTIVES,
@@ -1136,11 +1128,11 @@ RANGES = {  # option: from, below, in words
     "tau_plus": (0, 1, "in [0, 1)"),
     "beta": (0, 3e8, "in [0, 3e8)"),  # its product with _NONE stays finite
     "alpha": (LEAST, math.nextafter(1, 2), "in (0, 1]"),
-    "epsilon": (1e-37, INF, "above 0"),  # above 0 in float32, too
-    "kappa": (math.nextafter(-INF, 0), INF, "that is finite"),
+    "epsilon": (1e-37, INF, "of at least 1e-37"),  # above 0 in float32, too
+    "kappa": FINITE,
     "margin": (0, INF, "of at least 0"),
-    "absolute_margin": (math.nextafter(-INF, 0), INF, "that is finite"),
-    "relative_margin": (math.nextafter(-INF, 0), INF, "that is finite"),
+    "absolute_margin": FINITE,
+    "relative_margin": FINITE,
 }
 SETTINGS = [field.name for field in dataclasses.fields(Options)]
 PER_CALL = "negatives positive_index negative_mask labels group return_stats".split()
@@ -1237,6 +1229,8 @@ def _describe(x):
 def _evaluate(pairs, options, potential):
     """Compute the losses of all anchors, (A,), or their mean or sum."""
     size = _block_size(pairs, options)
+    if pairs.candidates.ndim == 3:
+        size = 0  # these rows take D times the memory of their products: blocks would save little
     blocks = _slices(len(pairs.anchors), size)
     own_function = callable(options.weights) or callable(options.objective)
     if size > 0 and torch.is_grad_enabled() and options.reduction != "none" and not own_function:
@@ -1281,8 +1275,7 @@ def _slices(n, size):
 # the next block, up to twice the largest piece ever freed: this one, freed at once, makes it 62 MB.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
-# What both operators take: tensors, as `_Pairs` has them, and options by name. A new option of a
-# rule or an objective goes here, too.
+# What both operators take: the tensors of `_Pairs`, and every option of a rule or an objective.
 TENSORS = (
     "Tensor anchors, Tensor candidates, Tensor pos, Tensor own, Tensor? mask, Tensor? labels, "
     "Tensor? candidate_labels, Tensor t"
@@ -1323,32 +1316,23 @@ def _blocks(*tensors, size, learns_candidates, **values):
     """Compute Σ_i ℓ_i block by block, and its gradients in the five tensors that have one.
     An operator of its own: compiled code calls it, and need not unroll its blocks."""
     pairs, potential, options = _Pairs._make(tensors[:-1]), tensors[-1], Options(**values)
-    anchors, candidates, shared = pairs.anchors, pairs.candidates, pairs.candidates.ndim == 2
+    anchors, candidates = pairs.anchors, pairs.candidates
     by_anchors, by_candidates = torch.empty_like(anchors), torch.zeros_like(candidates)
     by_pos, by_t = torch.empty_like(pairs.pos), torch.zeros_like(pairs.t)
     by_potential, total = torch.zeros_like(potential), torch.zeros_like(pairs.t)
     # preallocate: fresh memory for each block would cost more than its arithmetic
-    matrix = out = None
-    if shared:
-        matrix = anchors.new_empty(min(size, len(anchors)), len(candidates))
+    matrix = anchors.new_empty(min(size, len(anchors)), len(candidates))
     for rows in _slices(len(anchors), size):
         some = pairs.of(rows)
-        if shared:
-            out = matrix[: len(some.anchors)]
-        neg = some.products(out)  # (a, N)
+        neg = some.products(matrix[: len(some.anchors)])  # (a, N)
         value, slopes = _differentiate(some, neg, options, potential)
         by_neg, by_pos[rows] = slopes["neg"], slopes["pos"]
         total += value
         by_t += slopes["t"]
         by_potential += slopes["potential"]
-        if shared:
-            torch.mm(by_neg, candidates, out=by_anchors[rows])
-        else:
-            by_anchors[rows] = torch.einsum("an,and->ad", by_neg, some.candidates)
-        if learns_candidates and shared:
+        torch.mm(by_neg, candidates, out=by_anchors[rows])
+        if learns_candidates:
             by_candidates.addmm_(by_neg.T, some.anchors)
-        elif learns_candidates:
-            torch.mul(by_neg[:, :, None], some.anchors[:, None], out=by_candidates[rows])
     return total, by_anchors, by_candidates, by_pos, by_t, by_potential
 
 
@@ -1473,8 +1457,7 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 
 # ================================================================================================
-# Above is the loss. For a training loop of your own, copy that; its unused imports can go. Below
-# are encoders and their training: views, networks, generators, readouts, the loops of the papers.
+# Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
 
 __all__ += ["Encoder", "MemoryBank", "Game", "SimCLR", "Bank", "Queue", "CLAE", "DiffHard"]
 __all__ += ["Training", "annealed_beta", "lead_in", "in_micro_batches"]
@@ -1637,15 +1620,13 @@ class Encoder(nn.Module):
 class MemoryBank(nn.Module):
     """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
     rows: the initial ones (K, D), such as the untrained encoder's embeddings; random rows would be
-    noise. momentum: m in [0, 1). The buffer `rows` has no gradient. `Bank` has one row for every
-    training image and calls `update`. `Queue` has the last K embeddings and calls `push`.
-    Ref: [4] 5.1; [8]"""
+    noise. momentum: m in [0, 1). The buffer `rows` has no gradient. Ref: [4] 5.1; [8]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
         _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
         self.momentum = momentum
-        self.register_buffer("rows", unit(_upcast(rows.detach())))
+        self.register_buffer("rows", unit(rows.detach()))
         self.register_buffer("oldest", torch.zeros((), dtype=torch.long, device=rows.device))
 
     @torch.no_grad()
@@ -1653,7 +1634,7 @@ class MemoryBank(nn.Module):
         """Move the rows at index (B,), each at most once, towards embeddings z (B, D)."""
         self._check(z)
         _require(index.shape == (len(z),), "index", _describe(index), f"({len(z)},), as z has rows")
-        moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(_upcast(z))
+        moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
 
     @torch.no_grad()
@@ -1661,7 +1642,7 @@ class MemoryBank(nn.Module):
         """Replace the oldest B rows by embeddings z (B, D): first in, first out."""
         self._check(z)
         size = len(self.rows)
-        z = unit(_upcast(z))[-size:]  # two new rows for one place would be ambiguous
+        z = unit(z)[-size:]  # two new rows for one place would be ambiguous
         places = (self.oldest + torch.arange(len(z), device=z.device)) % size
         self.rows[places] = z.to(self.rows.dtype)
         self.oldest.add_(len(z)).remainder_(size)
@@ -1851,6 +1832,7 @@ class Game(nn.Module):
         _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
         self.size, self.pairs, self.ascent, self.momentum = size, pairs, ascent, momentum
         self.pretrain, self.every, self.batch_size = pretrain, every, batch_size
+        self.taken = 0  # steps of the encoder
         self.G = Generator(size, width, latent)
         self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
@@ -1881,8 +1863,7 @@ class Game(nn.Module):
         self, images: Tensor, generator: torch.Generator | None = None, read: bool = False
     ) -> dict:
         """Step D on real images (B, 3, size, size) and generated ones, then step G against it.
-        → figures {"d_loss", "g_loss", "diversity"}. FloatingPointError if a loss is not finite; on
-        a GPU only with `read`. Ref: [3] Eq. 5"""
+        → figures {"d_loss", "g_loss", "diversity"}. read: as in `_descend`. Ref: [3] Eq. 5"""
         images = _floats(images[: self.batch_size])
         fake = self.G(self.latents(len(images), generator))
         shape = f"of shape {tuple(images.shape)}"
@@ -1904,28 +1885,18 @@ class Game(nn.Module):
                 _ = module.weight  # a read is a power iteration; averaged singular vectors need one
 
     def get_extra_state(self):
-        """Return what state_dict() holds beside the networks: the state of the optimizers."""
-        return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        """Return what state_dict() holds beside the networks."""
+        states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        return states | {"taken": self.taken}
 
     def set_extra_state(self, state):
         """Load such a state; load_state_dict() calls it."""
+        self.taken = state["taken"]
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
 
 
 # ---- 10. Readouts: what an encoder has learned, in numbers; none of them changes it
-
-
-def _in_full_precision(readout):
-    """Turn autocast off in a readout: 16 bits are too few, and L-BFGS would see cached weights."""
-
-    @functools.wraps(readout)
-    def of(*args, **kwargs):
-        some = [*args, *kwargs.values()][0]
-        with torch.autocast(some.device.type, enabled=False):
-            return readout(*args, **kwargs)
-
-    return of
 
 
 def _check_labels(name, labels):
@@ -1952,7 +1923,6 @@ def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
 
-@_in_full_precision
 def knn_accuracy(
     train: Tensor,
     train_labels: Tensor,
@@ -1970,14 +1940,15 @@ def knn_accuracy(
     right = 0
     parts = zip(unit(test.float()).split(1000), test_labels.split(1000), strict=True)
     for rows, labels in parts:
-        cosines, index = (rows @ train.T).topk(min(k, len(train)))  # (1000, k)
+        with torch.autocast(train.device.type, enabled=False):  # 16 bits are too few
+            cosines = rows @ train.T
+        cosines, index = cosines.topk(min(k, len(train)))  # (1000, k)
         weights = ((cosines - cosines[:, :1]) / temperature).exp()  # the nearest has 1: no overflow
         votes = weights[..., None] * members[index]  # (1000, k, classes)
         right += (votes.sum(1).argmax(1) == labels).sum()
     return 100 * float(right) / len(test)
 
 
-@_in_full_precision
 @torch.inference_mode(False)  # it needs gradients, even where its caller wants none
 def linear_readout(
     train: Tensor,
@@ -1985,12 +1956,11 @@ def linear_readout(
     test: Tensor,
     test_labels: Tensor,
     l2: float = 1e-3,
-    max_steps: int = 200,
 ) -> float:
     """Classify by logistic regression, mean cross-entropy + l2/2 ‖W‖² → accuracy in percent.
     train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features.
     Nothing is random: L-BFGS solves the convex problem from zero, until the gradient is at most
-    1e-4, the loss stands still, or max_steps are done."""
+    1e-4, the loss stands still, or 200 steps are done."""
     _check_labels("train_labels", train_labels)
     mean, std = train.mean(0), train.std(0)
     constant = std <= 1e-5 * train.abs().amax(0)
@@ -2000,7 +1970,7 @@ def linear_readout(
     classes = int(labels.max()) + 1
     weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
     bias = x.new_zeros(classes, requires_grad=True)
-    settings = {"max_iter": max_steps, "tolerance_grad": 1e-4, "history_size": 20}
+    settings = {"max_iter": 200, "tolerance_grad": 1e-4, "history_size": 20}
     solver = torch.optim.LBFGS([weight, bias], line_search_fn="strong_wolfe", **settings)
 
     def objective():
@@ -2010,22 +1980,23 @@ def linear_readout(
         value.backward()
         return value.detach()
 
-    solver.step(objective)
-    right = F.linear((test - mean) / std, weight, bias).argmax(1) == test_labels
+    with torch.autocast(x.device.type, enabled=False):  # it would not see that weights move
+        solver.step(objective)
+        right = F.linear((test - mean) / std, weight, bias).argmax(1) == test_labels
     return 100 * float(right.float().mean())
 
 
-@_in_full_precision
 @torch.no_grad()
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
     z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D. [4] plots its negative.
     Ref: [5]; [4] Eq. 10"""
-    z, n = unit(_upcast(z)), len(z)
+    z, n = unit(z), len(z)
     _require(n >= 2, "z", _describe(z), "(n, D) of at least two rows")
     sums = []
     for k, rows in enumerate(z.split(1000)):
-        exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
+        with torch.autocast(z.device.type, enabled=False):
+            exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
         exponents.diagonal(1000 * k).fill_(-INF)  # no row pairs with itself
         sums.append(exponents.logsumexp(1))
     return torch.cat(sums).logsumexp(0) - math.log(n) - math.log(n - 1)
@@ -2034,18 +2005,19 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 @torch.no_grad()
 def alignment(x: Tensor, y: Tensor) -> Tensor:
     """Measure how near two views are: E ‖x_i − y_i‖², from 0 (equal) to 4 (opposite). Ref: [5]"""
-    return (unit(_upcast(x)) - unit(_upcast(y))).square().sum(1).mean()
+    return (unit(x) - unit(y)).square().sum(1).mean()
 
 
-@_in_full_precision
 @torch.no_grad()
 def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     """Measure how near samples of a class are: the mean cosine of pairs that share a label.
     z (n, D), labels (n,) → in [−1, 1]. Ref: [4] Eq. 11, over pairs of one label, as its Table 1"""
     _check_labels("labels", labels)
-    z = unit(_upcast(z))
+    z = unit(z)
     members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
-    sums, counts = members.T @ z, members.sum(0)
+    with torch.autocast(z.device.type, enabled=False):
+        sums = members.T @ z  # (classes, D)
+    counts = members.sum(0)
     cosines = sums.square().sum() - z.square().sum()  # ‖Σ z‖² sums all pairs, equal rows too
     pairs = (counts * (counts - 1)).sum()
     return cosines / pairs
@@ -2130,7 +2102,7 @@ class Bank(SimCLR):
         self.bank = MemoryBank(z - z.mean(0), momentum)
 
     def step(self, encoder, images, index, generator, group=None, **options):
-        z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
+        z = unit(self.embed_views(encoder, generator, images)[0])
         self.seen_index, self.seen_z = gather(index, group), gather(z.detach(), group)
         rows = self.bank.rows
         given = {"negatives": rows, "positive_index": index, "normalize": False}
@@ -2166,8 +2138,8 @@ class Queue(SimCLR):
         self.queue = MemoryBank(embed(encoder, images[first])[1])
 
     def step(self, encoder, images, index, generator, group=None, **options):
-        z = unit(_upcast(self.embed_views(encoder, generator, images)[0]))
-        keys = unit(_upcast(self.embed_views(self.slow, generator, images)[0]))  # no gradient
+        z = unit(self.embed_views(encoder, generator, images)[0])
+        keys = unit(self.embed_views(self.slow, generator, images)[0])  # no gradient
         self.keys = gather(keys, group)
         place = torch.arange(len(keys), device=keys.device)
         if group is not None:
@@ -2209,8 +2181,7 @@ class CLAE(SimCLR):
 class DiffHard(SimCLR):
     """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
     criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
-    Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`. On a GPU
-    only steps with return_stats check these figures, as the host waits for what it reads.
+    Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`.
     Ref: [3] Algorithm 1"""
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
@@ -2221,7 +2192,6 @@ class DiffHard(SimCLR):
         self.game = game
         self.pretrain = game.pretrain
         self.scheduled = (game.optimizers["ascent"],)
-        self.taken = 0  # steps of the encoder
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
         game = self.game.train()
@@ -2229,10 +2199,10 @@ class DiffHard(SimCLR):
         self.generator = generator
         self.read = return_stats
         self.pretraining = encoder is None
-        self.game_moves = self.pretraining or self.taken % game.every == 0
+        self.game_moves = self.pretraining or game.taken % game.every == 0
         if self.pretraining:
             return None, {}
-        self.taken += 1
+        game.taken += 1
         # Step 1: form the batch: N generated images in N/2 pairs, N real ones; two views of each
         with torch.set_grad_enabled(self.game_moves and game.ascent):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
@@ -2262,14 +2232,6 @@ class DiffHard(SimCLR):
             message += "real ones: lower the game's ascent_lr or lr, or raise pretrain or every"
             warnings.warn(message, stacklevel=2)
         return figures
-
-    def get_extra_state(self):
-        """Return what state_dict() holds beside tensors: the number of steps taken."""
-        return self.taken
-
-    def set_extra_state(self, state):
-        """Load such a state; load_state_dict() calls it."""
-        self.taken = state
 
 
 def in_micro_batches(encoder: nn.Module, micro_batch: int) -> Callable:
@@ -2319,34 +2281,15 @@ def _constant(progress, step):
     return 1.0
 
 
-RECIPES = {  # name: optimizer, its rate over the progress in [0, 1], and settings if none are given
-    "adamw": {
-        "optimizer": torch.optim.AdamW,
-        "options": {},
-        "epochs": 16,
-        "batch_size": 256,
-        "lr": 8e-3,
-        "weight_decay": 1e-4,
-        "rate": _warm_up_and_cosine,
-    },
-    "sgd": {
-        "optimizer": torch.optim.SGD,
-        "options": {"momentum": 0.9},
-        "epochs": 200,
-        "batch_size": 128,
-        "lr": 0.03,
-        "weight_decay": 5e-4,
-        "rate": _two_falls,
-    },
-    "adam": {  # [1] App. C, [2] VII-A
-        "optimizer": torch.optim.Adam,
-        "options": {},
-        "epochs": 400,
-        "batch_size": 256,
-        "lr": 1e-3,
-        "weight_decay": 1e-6,
-        "rate": _constant,
-    },
+RECIPES = {  # settings if none are given
+    "adamw": {"epochs": 16, "batch_size": 256, "lr": 8e-3, "weight_decay": 1e-4},
+    "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
+    "adam": {"epochs": 400, "batch_size": 256, "lr": 1e-3, "weight_decay": 1e-6},
+}
+OPTIMIZERS = {  # of the same recipes, and how their rate goes over the progress in [0, 1]
+    "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
+    "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
+    "adam": (torch.optim.Adam, _constant),  # [1] App. C, [2] VII-A
 }
 
 
@@ -2420,8 +2363,9 @@ class Training:
             {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
+        optimizer, self.rate = OPTIMIZERS[recipe]
         fused = self.device.type != "cpu"  # one launch for all parameters
-        self.optimizer = self.recipe["optimizer"](parts, lr, fused=fused, **self.recipe["options"])
+        self.optimizer = optimizer(parts, lr, fused=fused)
 
     def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
@@ -2444,9 +2388,9 @@ class Training:
 
     def _step(self, index, position):
         """Take a step with this rank's share of the images at index → figures."""
-        steps = self.epochs * self.steps_per_epoch
-        progress = max(0, position) / steps  # a position below 0 is in the pre-training
-        rate = self.recipe["rate"](progress, 1 / steps)
+        encoder_steps = self.epochs * self.steps_per_epoch
+        progress = max(0, position) / encoder_steps  # a position below 0 is in the pre-training
+        rate = self.rate(progress, 1 / encoder_steps)
         for optimizer in (self.optimizer, *self.method.scheduled):
             for part in optimizer.param_groups:
                 part.setdefault("initial_lr", part["lr"])
@@ -2463,16 +2407,11 @@ class Training:
             encoder = self.encoder.train()
             if self.micro_batch is not None:
                 encoder = in_micro_batches(encoder, self.micro_batch)
+        images = images.to(self.device, non_blocking=True)
+        index = index.to(self.device, non_blocking=True)
+        asked = options | {"group": self.group, "return_stats": read}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            loss, figures = self.method.step(
-                encoder,
-                images.to(self.device, non_blocking=True),
-                index.to(self.device, non_blocking=True),
-                self.generator,
-                group=self.group,
-                return_stats=read,
-                **options,
-            )
+            loss, figures = self.method.step(encoder, images, index, self.generator, **asked)
             if encoder is not None:
                 _descend(loss, self.optimizer, "encoder", self.group, read)
                 figures = {"loss": loss.detach()} | figures | options
@@ -2494,7 +2433,9 @@ class Training:
         """Go on from such a state."""
         self.epoch = state["epoch"]
         self.step_in_epoch = state["step_in_epoch"]
-        self.generator.set_state(state["generator"].cpu())
+        saved = state["generator"].cpu()
+        if saved.shape == self.generator.get_state().shape:  # else of another kind of device
+            self.generator.set_state(saved)
         self.encoder.load_state_dict(state["encoder"])
         self.method.load_state_dict(state["method"])
         self.optimizer.load_state_dict(state["optimizer"])

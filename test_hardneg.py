@@ -354,7 +354,6 @@ class Operations(TorchDispatchMode):
 def as_on_a_gpu(monkeypatch):
     """Let no value be read, and call operators as plain Python: a mode sees inside them."""
     monkeypatch.setattr(hardneg, "_may_read", lambda x: False)
-    monkeypatch.setitem(hardneg.STEPS_PER_READ, "cpu", 8)
     for name in ("_blocks", "_couple_detached"):
         monkeypatch.setattr(hardneg, name, getattr(hardneg, name)._init_fn)
 
@@ -447,7 +446,7 @@ def play(game, encoder, real, lr=0.0, turn=True, **options):
     """Take one step of DiffHard, with plain gradient descent for the encoder → loss, figures."""
     criterion = hardneg.ContrastiveLoss("ppcl" if game.pairs else "simclr")
     method = hardneg.DiffHard(criterion, game, {"blur": 0.5})
-    method.taken = 0 if turn else 1
+    game.taken = 0 if turn else 1
     loss, figures = method.step(encoder, real, None, seeded(3), **options)
     hardneg._descend(loss, torch.optim.SGD(encoder.parameters(), lr), "encoder")
     return loss.detach(), figures | (method.after_step() or {})
@@ -742,7 +741,7 @@ class TestSinkhorn:
         assert kernel.call_count <= 9
 
     def test_an_unknown_device_is_read_after_every_eighth_step(self, monkeypatch):
-        monkeypatch.setattr(hardneg, "STEPS_PER_READ", {})
+        monkeypatch.setattr(hardneg, "_may_read", lambda x: False)
         kernel = Mock(return_value=[embeddings(0, 6, 5)])
         hardneg.sinkhorn(kernel)
         assert kernel.call_count > 8 and kernel.call_count % 8 == 1  # the first is at step 0
@@ -885,6 +884,13 @@ class TestExactDebiasing:
         low = plain + total - (settings[1] > -INF).double().sum(1).log()
         high = torch.maximum(low, settings[1].amax(1) + total)
         assert (low - 1e-9 <= found).all() and (found <= high + 1e-9).all()
+
+    @given(**MATRICES, m=st.integers(1, 4), tau=st.floats(0.01, 0.3))
+    def test_positives_count_alike_if_no_weights_are_given(self, seed, a, n, m, tau):
+        neg, pos = masked_logits(seed, a, n), normal(seed + 1, a, m)
+        log_w, _, settings = weights_alike("tilted", pos, neg, beta=0.5)
+        found = hardneg.debiased(*settings, log_w, tau, debias="exact")
+        close(found, oracle.debiased(pos, neg, log_w.numpy(), tau, debias="exact"), 1e-10)
 
     @given(**SAMPLES, v=st.integers(2, 4), tau_plus=st.floats(0, 0.9), t=TEMPERATURES)
     def test_at_beta_0_is_published(self, seed, v, b, tau_plus, t):
@@ -1246,7 +1252,7 @@ class TestStatistics:
         asked = {"block_size": block_size, "return_stats": True}
         value, stats = contrastive_loss(*views, **bank, **options, **asked)
         given = {name: numpy(rows) for name, rows in bank.items()}
-        want = oracle.statistics(*map(numpy, views), **given, **options)
+        want = oracle.contrastive_loss(*map(numpy, views), **given, **options, return_stats=True)[1]
         assert stats.keys() == want.keys()
         close(torch.stack([stats[name].double() for name in want]), list(want.values()), 1e-6)
         close(value, contrastive_loss(*views, **bank, **options), 1e-12)
@@ -1774,7 +1780,7 @@ class TestTheorems:
         # on the paper's sphere of radius 1/t
         outside = np.stack([z[labels != c] for c in labels]) / t
         x, positives, worst = z / t, z[other] / t, loss("hardest")
-        align = oracle.l_align(x, positives)
+        align = oracle.alignment(x, positives) / 2  # L_align, [1] App. A.2
         close(worst, align + oracle.l_unif_star(x, outside) - 1 / t**2, 1e-10)
         close(worst, align - oracle.nearest_distance(x, outside) / 2, 1e-10)
         assert oracle.l_infinity(x, positives, outside) <= worst + 1e-10
@@ -2663,8 +2669,8 @@ class TestReadyForAGPU:
     @pytest.mark.parametrize("samples", [128, 512])
     def test_the_host_reads_nothing(self, as_on_a_gpu, monkeypatch, loss, samples):
         """Of Sinkhorn it reads one number for every eight steps."""
-        asked = Mock(wraps=hardneg._has_converged)
-        monkeypatch.setattr(hardneg, "_has_converged", asked)
+        asked = Mock(wraps=hardneg._stops)
+        monkeypatch.setattr(hardneg, "_stops", asked)
         x, y = (torch.randn(samples, 16, requires_grad=samples == 128) for _ in range(2))
         with Operations() as operations:  # blocks compute their gradient with the loss
             value, _ = contrastive_loss(x, y, loss=loss, epsilon=0.1, return_stats=True)
@@ -3524,6 +3530,15 @@ class TestTraining:
             assert equal_states(whole.state_dict(), second.state_dict())
         parts = "epoch step_in_epoch generator encoder method optimizer"
         assert set(whole.state_dict()) == set(parts.split())
+
+    def test_goes_on_after_a_generator_of_another_kind_of_device(self):
+        """Its state has another size. Each epoch seeds the generator, so the next one repeats."""
+        whole = begin(IMAGES)
+        seen = list(itertools.islice(whole, whole.steps_per_epoch))
+        state = copy.deepcopy(whole.state_dict())  # its tensors train on
+        second = begin(IMAGES)
+        second.load_state_dict(state | {"generator": torch.zeros(16, dtype=torch.uint8)})
+        assert len(seen) > 1 and list(second) == list(whole)
 
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, n, size, sizes):
