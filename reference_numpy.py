@@ -10,8 +10,8 @@ with this file, in value and in gradient. The two files share no code.
     log w_ij   log_w         (A, N)  log importance weight of a candidate; −∞: it does not count
     log w⁺_im  log_w_pos     (A, M)  log importance weight of a positive
     N_i, M_i                         number of finite entries in row i
-    t, τ       temperature           a logit is cos/t, as in [4] and the code of [1]; rows of length
-                                     1/t give [1] itself cos/t²
+    t, τ       temperature           a logit is cos/t, as in [4] and the code of [1]; in the text of
+                                     [1] rows have the length 1/t, so its logit is cos/t²
     τ⁺         tau_plus              probability that a candidate has the anchor's class
     β, α       beta, alpha           concentration of `tilted`; share of the candidates `top` keeps
     ε, κ       epsilon, kappa        entropic regularisation; offset of the exponential ground cost
@@ -19,8 +19,9 @@ with this file, in value and in gradient. The two files share no code.
     f, v, z    x, y, v, z    (n, D)  embeddings
 
 Gradients are complex steps: ∂f/∂x_k = Im f(x + i h e_k) / h has no subtraction, so it is exact to
-rounding at h = 1e-30. For this every function accepts complex input and is analytic in it: it
-compares real parts, without conjugate or modulus. A weight without its imaginary part is detached.
+rounding at h = 1e-30. For this the losses, and what they call, accept complex input and are
+analytic in it: they compare real parts, without conjugate or modulus. A weight without its
+imaginary part is detached.
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -34,6 +35,7 @@ References
         Uniformity on the Hypersphere. ICML 2020. 2005.10242
     [6] Chen et al. A Simple Framework for Contrastive Learning (SimCLR). ICML 2020. 2002.05709
    [10] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples. NeurIPS 2020. 2010.12050
+   [12] Yeh et al. Decoupled Contrastive Learning. ECCV 2022. 2110.06848
 """
 
 import cmath
@@ -77,11 +79,6 @@ def _together(*arrays):
     return zip(*map(_lists, arrays), strict=True)
 
 
-def _each(count, negatives):
-    """Return the negatives of every row: (K, D) are those of all rows, (A, K, D) those of each."""
-    return np.broadcast_to(negatives, (count, *np.shape(negatives)[-2:]))
-
-
 def _largest(values):
     """Return the value with the largest real part, or −∞ if there is no value."""
     return max(values, key=lambda v: v.real, default=-INF)
@@ -117,34 +114,15 @@ def _log_sum_exp(values):
     return shift + _log(total)
 
 
-def _log1p(z):
-    """Return log(1 + z) for Re z ≥ 0, accurate for small z; it is 2 artanh(z / (2 + z))."""
-    return 2 * cmath.atanh(z / (2 + z)) if isinstance(z, complex) else math.log1p(z)
-
-
-def _log_one_plus_ratio(b, a):
-    """Return −log( e^a / (e^a + e^b) ) = log(1 + e^b / e^a). A tiny result keeps its digits."""
-    if b.real == -INF:
-        return 0.0
-    if a.real == -INF:
-        return INF
-    if b.real > a.real:  # numerics: no exponent is positive
-        return (b - a) + _log1p(_exp(a - b))
-    return _log1p(_exp(b - a))
-
-
 # ---- 1. Weights: logits (A, N) → log weights (A, N), −∞ where the logits are ---------------------
 def unit(x):
     """Project rows (…, D) to the unit sphere: x_i / √(Σ_d x_id²).
     A zero row stays zero and has gradient zero. In `hardneg.unit` its gradient passes unchanged."""
     shape, out = np.shape(x), []
     for row in _lists(np.reshape(x, (-1, shape[-1]))):
-        # Numerics: the square of 1e-200 is 0, so the row is first divided by its largest entry.
-        scale = max((abs(v.real) for v in row), default=0.0)
-        if scale > 0:
-            row = [v / scale for v in row]
+        is_zero = all(v.real == 0 for v in row)
         norm = _product(row, row) ** 0.5  # no conjugate, so it is analytic
-        out.append([v / norm if scale > 0 else 0.0 for v in row])
+        out.append([0.0 if is_zero else v / norm for v in row])
     return np.array(out).reshape(shape)
 
 
@@ -267,16 +245,16 @@ def _log_sum_exp_along(x, axis):
 def _scale_in_turn(kernel, a, b, tolerance, max_steps):
     """Return f and g of `sinkhorn`, for a matrix with a finite entry in each row and column."""
     f, g = [np.zeros(size, kernel.dtype) for size in kernel.shape]
-    step_size = np.max(np.abs(np.imag(kernel)))  # of the complex step; 0 if the kernel is real
+    imaginary = np.max(np.abs(np.imag(kernel)))  # of the complex step; 0 if the kernel is real
     earlier_error = INF
     for step in range(max_steps + 1):
         log_row_sums = _log_sum_exp_along(kernel + g[None, :], axis=1)  # of P, without e^{f_i}
         next_f = np.log(a) - log_row_sums
         if step > 0:  # g was computed last, so the columns are exact and the rows show the error
             error = np.sum(np.abs(np.exp(f.real + log_row_sums.real) - a))
-            if step_size > 0:
+            if imaginary > 0:
                 change = np.max(np.abs(np.imag(next_f - f)))
-                error = max(error, change / step_size)
+                error = max(error, change / imaginary)
             stuck = step % 200 == 0 and error >= earlier_error * (1 - 1e-6)
             if error <= tolerance or stuck or step == max_steps:
                 break
@@ -297,7 +275,8 @@ def sinkhorn(log_kernel, tolerance=1e-14, max_steps=100000):
     Returns the plan, f, g and error = Σ_i |Σ_j P_ij − a_i| + Σ_j |Σ_i P_ij − b_j|. It stops if the
     error is below `tolerance` and the imaginary part is as settled. It also stops if neither
     decreases any more: at rounding, or where every coupling needs a masked entry. Entries that no
-    coupling uses are masked first, or it would need 1/error steps. Ref: [2] Eq. 5 to 7, Lemma 3"""
+    coupling uses are masked first, or it would need 1/error steps.
+    Ref: [2] Eq. 5, 6, Lemma 3; Eq. 7 omits e^{g_j}"""
     log_kernel = _double(log_kernel)
     allowed = usable(log_kernel.real > -INF)
     rows = np.flatnonzero(allowed.any(axis=1))
@@ -320,7 +299,7 @@ def sinkhorn(log_kernel, tolerance=1e-14, max_steps=100000):
 
 def transported(logits, epsilon=0.3, cost="sqeuclidean", kappa=0.0, temperature=1.0):
     """Count candidates by the entropic coupling P* at cost C(cos)/ε: w_ij = N_i P*_ij / Σ_k P*_ik.
-    Entries that no coupling uses get log w = −∞. Ref: [2] Eq. 5, 7, 8"""
+    Entries that no coupling uses get log w = −∞. Ref: [2] Eq. 5, 8, Lemma 3"""
     log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
     allowed = log_kernel.real > -INF
     log_kernel = np.where(usable(allowed), log_kernel, -INF)
@@ -361,15 +340,16 @@ def _debiased_row(pos, neg, log_w, tau_plus, temperature, log_w_pos):
     return _log(total) - 1 / temperature, True  # written out, because `floor` may underflow
 
 
-def log_class_share(pos, neg, log_w, tau_plus, log_w_pos):
-    """Compute log τ_i = log( τ⁺ (1/M_i Σ_m w⁺_im) / (1/N_i Σ_j w_ij) ), −∞ if no w⁺ is above 0.
+def _class_shares(pos, neg, log_w, tau_plus, log_w_pos):
+    """List τ_i = τ⁺ (1/M_i Σ_m w⁺_im) / (1/N_i Σ_j w_ij) of the anchors with candidates.
     For `tilted` weights it is τ⁺ Z⁺/Z_β, the share of the anchor's class under q_β."""
     shares = []
     for p, s, w, w_pos in _together(pos, neg, log_w, log_w_pos):
-        log_mean = _log_sum_exp(w) - math.log(len(_finite(s)))
-        log_mean_pos = _log_sum_exp(w_pos) - math.log(len(_finite(p)))
-        shares.append(math.log(tau_plus) + log_mean_pos - log_mean)
-    return np.array(shares)
+        if _finite(s):
+            mean = sum(_exp(v) for v in w) / len(_finite(s))
+            mean_pos = sum(_exp(v) for v in w_pos) / len(_finite(p))
+            shares.append(tau_plus * mean_pos / mean)
+    return shares
 
 
 def _exact_row(pos, neg, log_w, tau_plus, temperature, log_w_pos):
@@ -377,31 +357,23 @@ def _exact_row(pos, neg, log_w, tau_plus, temperature, log_w_pos):
     places = _finite(neg, log_w)
     if not places:
         return -INF, False
-    n, m = math.log(len(_finite(neg))), math.log(len(_finite(pos)))
-    log_total = _log_sum_exp(log_w)
+    positives = _finite(pos, log_w_pos)
+    n, m = len(_finite(neg)), len(_finite(pos))
+    total = sum(_exp(log_w[j]) for j in places)
+    shift = _largest(neg + pos).real  # numerics: as in _log_sum_exp
+    above = sum(_exp(log_w[j] + neg[j] - shift) for j in places) / n
+    above -= tau_plus * sum(_exp(log_w_pos[k] + pos[k] - shift) for k in positives) / m
+    below = total / n
+    below -= tau_plus * sum(_exp(log_w_pos[k]) for k in positives) / m
     plain, _ = _debiased_row(pos, neg, [0.0] * len(neg), tau_plus, temperature, [0.0] * len(pos))
-    floor = plain - n + log_total
-    above = _log_sum_exp([neg[j] + log_w[j] for j in places]) - n
-    below = log_total - n
-    places = _finite(pos, log_w_pos)
-    of_class_above = math.log(tau_plus) + _log_sum_exp([pos[j] + log_w_pos[j] for j in places]) - m
-    of_class_below = math.log(tau_plus) + _log_sum_exp(log_w_pos) - m
-    if of_class_above.real >= above.real or of_class_below.real >= below.real:
+    floor = plain - math.log(n) + _log(total)
+    if above.real <= 0 or below.real <= 0:
         return floor, True
-    of_others = above + _log_rest(of_class_above - above)
-    value = log_total + of_others - below - _log_rest(of_class_below - below)
-    cap = log_total + _largest([s for s, w in zip(neg, log_w, strict=True) if s.real > -INF])
+    value = _log(total) + shift + _log(above / below)
+    cap = _log(total) + _largest(neg)
     if value.real > cap.real:
         value = cap
     return _largest([floor, value]), False
-
-
-def _log_rest(x):
-    """Return log(1 − e^x) for Re x < 0."""
-    if x.real < -40:  # numerics: the next term is e^x times smaller than rounding
-        return -_exp(x)
-    rest = -2 * cmath.sinh(x / 2) * cmath.exp(x / 2)  # numerics: keeps the digits of a small x
-    return cmath.log(rest) if isinstance(x, complex) else math.log(rest.real)
 
 
 def debiased(
@@ -426,8 +398,9 @@ def debiased(
         E_{q⁻}[e^s] = (E_p[w e^s] − τ⁺ E_{p⁺}[w e^v]) / (E_p[w] − τ⁺ E_{p⁺}[w])
 
     which follows from q⁻ ∝ w p⁻ and p = τ⁺ p⁺ + (1 − τ⁺) p⁻; w and w⁺ are one function of s and v.
-    It is at most max e^s, and at least the mean for w = 1, which it also is where a difference is
-    not positive: few positives are a bad estimate of p⁺. Ref: [1], q_β⁻, defined above Eq. 2.
+    It is kept between two bounds: at most max e^s, at least the published mean for w = 1. Where a
+    difference is not positive, as few positives are a bad estimate of p⁺, it is the lower bound.
+    Ref: [1], q_β⁻, defined above Eq. 2.
     return_clamped: at which anchors the published floor binds, or a difference is not positive."""
     if log_w_pos is None:
         log_w_pos = uniform(pos)
@@ -456,7 +429,7 @@ def weigh_alike(weights, pos, neg, beta=1.0, alpha=0.1):
         row = [heaviest if v.real >= threshold else -INF for v in p]
         if weights == "tilted":
             log_mean = _log_sum_exp([beta * v for v in s]) - math.log(len(s))
-            row = [beta * v - log_mean if v.real > -INF else -INF for v in p]
+            row = [beta * v - log_mean for v in p]
         out.append(row)
     return np.where(np.real(pos) > -INF, _double(out), -INF)
 
@@ -466,8 +439,10 @@ def nce(pos, neg, log_w, **debiasing):
     Positives are pooled inside the logarithm, as in Fig. 5. Eq. 2 averages over them outside it.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
     negative = debiased(pos, neg, log_w, **debiasing)
-    pooled = [_log_sum_exp(p) for p in _lists(pos)]
-    return np.array([_log_one_plus_ratio(n, p) for n, p in zip(negative, pooled, strict=True)])
+    losses = []
+    for n, p in _together(negative, pos):
+        losses.append(_log_sum_exp(p + [n]) - _log_sum_exp(p))
+    return np.array(losses)
 
 
 def simple(pos, neg, log_w):
@@ -501,17 +476,14 @@ def ppcl(pos, neg, log_w, **debiasing):
     negative = debiased(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
-        terms = []
-        for m in _finite(p):
-            others = [p[other] for other in _finite(p) if other != m]
-            rest = _log_sum_exp(others + [n])  # the denominator without e^{p_m}
-            terms.append(_log_one_plus_ratio(rest, p[m]))
-        losses.append(_mean(terms))
+        log_denominator = _log_sum_exp(p + [n])
+        losses.append(_mean([log_denominator - p[m] for m in _finite(p)]))
     return np.array(losses)
 
 
 def decoupled(pos, neg, log_w, **debiasing):
-    """Compute −log( Σ_m e^{p_im} / e^{debiased_i} ), no positives below; 0 without candidates."""
+    """Compute −log( Σ_m e^{p_im} / e^{debiased_i} ), without positives in the denominator.
+    It is 0 without candidates. Ref: [12] Eq. 6"""
     negative = debiased(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
@@ -534,7 +506,7 @@ PRESETS = {  # loss: (weights, objective, tau_plus)
     "supcon": ("uniform", "ppcl", 0.0),
 }
 RULES = {rule.__name__: rule for rule in (uniform, tilted, hardest, top, transported)}
-OBJECTIVES = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}  # those on logits
+DEBIASED = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}  # objectives that have τ⁺
 
 
 def _limit(positives, absolute_margin, relative_margin):
@@ -557,7 +529,8 @@ def _who_is_who(
     labels = [] if labels is None else list(labels)
     candidates, candidate_labels = [rows] * len(rows), labels * len(views)
     if bank is not None:
-        candidates, candidate_labels = _lists(_each(size, bank)), labels[size:]
+        each = np.broadcast_to(bank, (size, *np.shape(bank)[-2:]))  # (B, K, D)
+        candidates, candidate_labels = _lists(each), labels[size:]
     pos, neg = [], []
     for a in range(len(candidates)):
         own_views = excluded = range(a % size, len(rows), size)
@@ -592,7 +565,7 @@ def _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing)
         return simple(pos_cosines, cosines, log_w)
     if objective == "triplet":
         return triplet(pos_cosines, cosines, log_w, margin)
-    return OBJECTIVES[objective](pos, neg, log_w, **debiasing)
+    return DEBIASED[objective](pos, neg, log_w, **debiasing)
 
 
 def _real_mean(rows):
@@ -620,21 +593,31 @@ def _log_effective_temperature(cosines, log_push):
     return brentq(excess, -10, 10) if excess(-10) < 0 else -10.0
 
 
-def _figures(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
-    """Return the dict of `statistics`."""
+def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
+    """Compute the statistics of a loss, a dict.
+    clamped    the share of anchors at which the published floor binds, [1] Fig. 5, or exact
+               debiasing leaves nothing
+    ess        the mean over anchors with candidates of (Σ_j w_ij)² / (N_i Σ_j w_ij²): 1 for uniform
+               weights, 1/N if one candidate has all weight
+    positive, negative: the mean cosine of anchors with positives, with candidates; nan if none
+    temperature_effective: the t of `simclr` whose push on the negatives has the same entropy, a
+    geometric mean over anchors; all hinges of `triplet` count as active
+    share: with exact debiasing, the mean τ_i"""
     clamped = [0.0] * len(pos)
-    if objective in OBJECTIVES:
+    if objective in DEBIASED:
         clamped = _lists(debiased(pos, neg, log_w, **debiasing, return_clamped=True))
-    shares = []
+    effective = []
     for s, log_weights in _together(neg, log_w):
         w = [math.exp(log_weights[j].real) for j in _finite(s)]
         if w:
-            shares.append(sum(w) ** 2 / (len(w) * _product(w, w)))
-    rows = {"clamped": [clamped], "ess": [shares], "positive": pos_cosines, "negative": cosines}
-    push = neg + log_w if objective in OBJECTIVES else log_w
+            effective.append(sum(w) ** 2 / (len(w) * _product(w, w)))
+    rows = {"clamped": [clamped], "ess": [effective], "positive": pos_cosines, "negative": cosines}
+    push = neg + log_w
+    if objective in ("simple", "triplet"):
+        push = log_w
     if debiasing["debias"] == "exact" and debiasing["tau_plus"] > 0:
         settings = debiasing["tau_plus"], debiasing["log_w_pos"]
-        rows["share"] = [_lists(np.exp(log_class_share(pos, neg, log_w, *settings)))]
+        rows["share"] = [_class_shares(pos, neg, log_w, *settings)]
     figures = {name: _real_mean(values) for name, values in rows.items()}
     log_t = [_log_effective_temperature(*pair) for pair in _together(cosines, push)]
     geometric_mean = math.exp(_mean([x for x, s in zip(log_t, cosines, strict=True) if _finite(s)]))
@@ -684,7 +667,8 @@ def contrastive_loss(
                      of (B, K, D) for one and the same candidate
     positive_index   (B,): the row of `negatives` that is the anchor's own sample, no candidate
     negative_mask    (A, N) booleans: True where a candidate counts as a negative
-    labels           (B,), or with negatives (K, D) (B + K,), the last K of these
+    labels           (B,); with negatives (K, D), labels of the samples and then of these
+                     rows: (B + K,)
     absolute_margin  drops candidates whose cosine is above p − absolute_margin, p the anchor's
                      largest positive cosine
     relative_margin  drops candidates whose cosine is above p − relative_margin · |p|
@@ -692,7 +676,7 @@ def contrastive_loss(
     weights          a name or a function: logits (A, N) → log weights (A, N)
     objective        a name or a function: logits (A, M), (A, N), log weights (A, N) → losses (A,)
     detach_weights   holds log w and log w⁺ constant; None: for `transported` alone
-    return_stats     adds the dict of `statistics`
+    return_stats     adds the dict of `_statistics`
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8, 9; [3] Eq. 8; [4] Eq. 1, 3, 9"""
     preset_weights, preset_objective, preset_tau_plus = PRESETS[loss]
     weights = weights or preset_weights
@@ -737,19 +721,8 @@ def contrastive_loss(
     losses = _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing)
     value = {"none": losses, "sum": sum(losses), "mean": sum(losses) / len(losses)}[reduction]
     if return_stats:
-        return value, _figures(objective, pos_cosines, cosines, pos, neg, log_w, debiasing)
+        return value, _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing)
     return value
-
-
-def statistics(*views, **options):
-    """Compute the statistics of a run, a dict, by the options of `contrastive_loss`.
-    clamped    the share of anchors at which the floor binds, [1] Fig. 5
-    ess        the mean over anchors with candidates of (Σ_j w_ij)² / (N_i Σ_j w_ij²): 1 for uniform
-               weights, 1/N if one candidate has all weight
-    positive, negative: the mean cosine of anchors with positives, with candidates; nan if none
-    temperature_effective: the t at which `uniform` weights push with as much entropy, a geometric
-    mean; with exact debiasing share, the mean τ_i"""
-    return contrastive_loss(*views, **options, return_stats=True)[1]
 
 
 def mine(
@@ -825,7 +798,7 @@ def hcl_eq2(x, y, temperature, beta, tau_plus):
 def ot_eq5(x, y, temperature, epsilon):
     """Compute the mean over i of log(1 + o E_{P*(k|i)} e^{f_i·f_k/t} / e^{f_i·f_p/t}), with o = N.
 
-        P* = argmin_P Σ_ik P_ik C_ik + ε KL(P ‖ marginals)        C_ik = ½ ‖f_i − f_k‖²
+        P* = argmin_P Σ_ik P_ik C_ik + ε KL(P ‖ product of marginals)        C_ik = ½ ‖f_i − f_k‖²
 
     C_ik is ∞ for i and k of one sample. The marginals are uniform. P*_ik = u_i e^{−C_ik/ε} v_k. The
     loop scales rows and columns in turn, in the plain domain: it needs ε of 0.2 or more, and B ≥ 2.
@@ -848,7 +821,7 @@ def ot_eq5(x, y, temperature, epsilon):
         p = (i + len(x)) % n
         s = [_product(f[i], row) / temperature for row in f]
         plan = u[i] * kernel[i] * v  # 0 at i and p
-        expectation = _product(plan / plan.sum(), [_exp(v) for v in s])
+        expectation = _product(plan / plan.sum(), [_exp(logit) for logit in s])
         losses.append(_log(1 + (n - 2) * expectation / _exp(s[p])))
     return _mean(losses)
 
@@ -990,9 +963,6 @@ def assignment_cost(cost_matrix):
 def product_coupling(allowed):
     """Find the limit ε → ∞ of the coupling: P_ij = 1/(A N), the product of the marginals.
     With masked entries the limit is the allowed coupling of largest entropy. Ref: [2] Eq. 6"""
-    allowed = np.asarray(allowed, dtype=bool)
-    if allowed.all():
-        return np.full(allowed.shape, 1 / allowed.size)
     return sinkhorn(np.where(allowed, 0.0, -INF))[0]
 
 
@@ -1032,8 +1002,11 @@ def softmax_gradients(pos, neg, temperature):
 def worst_case(pos, neg, Q):
     """Compute L* = −log( e^p / (e^p + Q e^{max_j s_j}) ) from logits (A, 1), (A, N) → (A,).
     It is the limit β → ∞ of nce on `tilted` weights of sum Q. Ref: [1] Prop. 1, App. A.1"""
-    pairs = [(p, math.log(Q) + _largest(s)) for (p,), s in _together(pos, neg)]
-    return np.array([_log_one_plus_ratio(worst, p) for p, worst in pairs])
+    losses = []
+    for (p,), s in _together(pos, neg):
+        worst = math.log(Q) + _largest(s)
+        losses.append(_log_sum_exp([p, worst]) - p)
+    return np.array(losses)
 
 
 def bad_probability(logits_row, beta, eps):
@@ -1064,35 +1037,31 @@ def worst_case_bound(logits_row, beta, eps):
 
 def l_infinity(x, positives, negatives):
     """Compute L_∞ = E[ −log( e^{f·f⁺} / E_q e^{f·f⁻} ) ], rows on a sphere of radius 1/t.
-    x, positives (A, D), negatives (K, D) or (A, K, D). Ref: [1] Eq. 4 and 6"""
+    x, positives (A, D), negatives (A, K, D). Ref: [1] Eq. 4 and 6"""
     terms = []
-    for f, positive, sample in _together(x, positives, _each(len(x), negatives)):
+    for f, positive, sample in _together(x, positives, negatives):
         log_sum = _log_sum_exp([_product(f, y) for y in sample])
         terms.append(log_sum - math.log(len(sample)) - _product(f, positive))
     return _mean(terms)
 
 
-def l_align(x, positives):
-    """Compute E ‖f − f⁺‖² / 2 = 1/t² − E f·f⁺. Ref: [1] App. A.2, Eq. 7"""
-    return alignment(x, positives) / 2
-
-
 def l_unif_star(x, negatives):
     """Compute sup_q E log E_q e^{f·f⁻} = E max f·f⁻ = 1/t² − E min ‖f − f⁻‖²/2. Ref: [1] Eq. 8"""
-    rows = _together(x, _each(len(x), negatives))
+    rows = _together(x, negatives)
     return _mean([_largest([_product(f, y) for y in sample]) for f, sample in rows])
 
 
 def nearest_distance(x, negatives):
     """Compute E_x min ‖f − f⁻‖². Eq. 8 prints x⁺ under min; it runs over x⁻. Ref: [1] Eq. 8"""
-    rows = _together(x, _each(len(x), negatives))
+    rows = _together(x, negatives)
     return _mean([min(_squared_distance(f, y) for y in sample) for f, sample in rows])
 
 
 def ball_packing(centres, shares):
     """Compute Σ_c ρ(c) min_{c' ≠ c} ‖v_c − v_c'‖², centres v (C, D), shares ρ (C,).
-    The worst case maximises it: so Theorem 2. Its interpretation calls this Tammes' problem, but
-    that one is about the smallest distance, not the mean. Ref: [1] Theorem 2, Eq. 5"""
+    The encoder that minimises the worst-case loss maximises it: so Theorem 2. Its interpretation
+    calls this Tammes' problem, but that one is about the smallest distance, not the mean.
+    Ref: [1] Theorem 2, Eq. 5"""
     return _product(shares, _nearest_squares(_lists(centres)))
 
 
@@ -1105,18 +1074,20 @@ def _directions(x):
         yield place, direction
 
 
-def gradient(function, x, step=1e-30):
+def gradient(function, x):
     """Compute ∂f/∂x_k = Im f(x + i h e_k) / h by entry: the complex step, exact to rounding."""
+    h = 1e-30
     out = np.zeros(np.shape(x))
     for place, direction in _directions(x):
-        out[place] = np.imag(function(x + 1j * step * direction)) / step
+        out[place] = np.imag(function(x + 1j * h * direction)) / h
     return out
 
 
-def central_difference(function, x, step=1e-6):
+def central_difference(function, x):
     """Compute ∂f/∂x_k ≈ (f(x + h e_k) − f(x − h e_k)) / 2h; its error is O(h²) + rounding / h."""
+    h = 1e-6
     out = np.zeros(np.shape(x))
     for place, direction in _directions(x):
-        rise = function(x + step * direction) - function(x - step * direction)
-        out[place] = rise / (2 * step)
+        rise = function(x + h * direction) - function(x - h * direction)
+        out[place] = rise / (2 * h)
     return out
