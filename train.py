@@ -49,11 +49,12 @@ VIEWS = {
     "small": {"area": (0.08, 1.0), "blur": 0.5},
     "coloured": {"jitter": 1.0, "hue": 0.4},
 }
-FREE = "out device root report resume overwrite workers compile".split()  # may change in a run
+FREE = "out device root report overwrite workers compile".split()  # may change in a run
 FACTS = "loss method data seed epochs device".split()  # of results.json
 LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9), "workers": (0, 999)}
-LIMITS |= {"seed": (0, 10**9), "weight_decay": (0, 10**9)}
-# tilted multiplies cos/t, whatever the objective; the other weights have no gradient
+LIMITS |= {name: (0, 10**9) for name in ("seed", "weight_decay", "gan_lr", "ascent_lr")}
+LIMITS["queue_size"] = (1, 10**9)
+# what rules look at beside their arguments: tilted multiplies cos/t; two have a gradient
 IMPLIED = {"tilted": {"temperature", "detach_weights"}, "transported": {"detach_weights"}}
 MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
 
@@ -66,11 +67,11 @@ class Options:
 
     loss: str = option("hcl", "weights and objective", choices=hardneg.PRESETS, group="loss")
     weights: str = option(None, "of negatives", choices=hardneg.WEIGHTS, otherwise="the loss's")
-    objective: str = option(None, "", choices=hardneg.OBJECTIVES, otherwise="the loss's")
+    objective: str = option(None, "of the loss", choices=hardneg.OBJECTIVES, otherwise="the loss's")
     temperature: float = option(0.1, "divides cosines, above 0")
     tau_plus: float = option(None, "false negatives' share [1], in [0, 1)", otherwise="the loss's")
     detach_weights: bool = option(None, "no gradient through weights", otherwise="ot alone")
-    debias: str = option("published", "of tau_plus [1]", choices=("published", "exact"))
+    debias: str = option("published", "way to subtract them", choices=("published", "exact"))
     beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
     anneal: bool = option(False, "hcl: lower beta to a fifth in five steps over the run")
     epsilon: float = option(0.3, "ot: regularisation, in units of the cost, above 0 [2]")
@@ -112,8 +113,7 @@ class Options:
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:1")
     out: Path = option(None, "output folder", otherwise="runs/DATA-METHOD-LOSS-SEED")
     report: bool = option(True, "end with pictures of what was learned, in DIR/report.html")
-    resume: bool = option(None, "continue the run in DIR; no: begin anew", otherwise="if stopped")
-    overwrite: bool = option(False, "replace a finished run in DIR")
+    overwrite: bool = option(False, "replace the run in DIR, finished or stopped")
     momentum: float = option(None, "of the bank's rows, of the slow copy", group="methods")
     queue_size: int = option(None, "earlier embeddings in the queue, fewer than images")
     bound: float = option(None, "clae: largest change of a pixel, in (0, 1)")
@@ -133,7 +133,8 @@ class Options:
         for field in fields:
             value, choices = given.get(field.name), field.metadata.get("choices")
             if value is not None and choices:
-                require(value in choices, f"--{field.name}", value, f"one of {', '.join(choices)}")
+                flag, wanted = command.flag_of(field.name), f"one of {', '.join(choices)}"
+                require(value in choices, flag, value, wanted)
         # later ones win: the fields' defaults, the recipe, the loss, the method, what is given
         chosen = {field.name: field.metadata["default"] for field in fields}
         method, recipe = (chosen | given)["method"], (chosen | given)["recipe"]
@@ -147,7 +148,7 @@ class Options:
         generates_pairs = of_method.get("pairs") and given.get("pairs", True)
         if generates_pairs and chosen["objective"] == "nce":
             chosen["objective"] = "ppcl"  # nce knows no generated pairs
-        for name, value in (chosen | {"loss": loss} | given).items():
+        for name, value in (chosen | given).items():
             setattr(self, name, value)
         self.out = Path(self.out or runs.folder_of(self, f"{loss}-{self.seed}"))
 
@@ -156,7 +157,7 @@ class Options:
         if GROUPS[name] == "methods":
             return name in METHOD_DEFAULTS[self.method]
         name = {"anneal": "beta", "lead_in": "alpha"}.get(name, name)
-        if name not in CRITERION[3:]:
+        if name in ("loss", "weights", "objective") or name not in CRITERION:
             return True
         taken = parameters(getattr(hardneg, self.objective))
         taken |= parameters(getattr(hardneg, self.weights)) - {"temperature"}
@@ -194,32 +195,32 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
     Several runs may share images, the figures that `report.measure` knows, and a progress bar."""
     device, group, rank = runs.join(options.device)
     options = dataclasses.replace(options, device=device)  # of this process
-    results = runs.finished(options)
-    if results is not None:
-        return report.show_again(options, results)
-    with runs.first_process_first(group):  # it downloads, then the others find the files
-        images = images or read(options)
-    encoder, training = build(options, images, group)
-    report.describe(options, training)
     with runs.alone(options.out, rank):
+        results = runs.finished(options)
+        if results is not None and rank > 0:
+            return None
+        if results is not None:
+            return report.show_again(options, results)
+        with runs.first_process_first(group, rank):  # it downloads, then the others find the files
+            images = images or read(options)
+        encoder, training = build(options, images, group)
+        report.describe(options, training)
         state = runs.restore(training, options)
         if rank > 0:  # the first process alone measures and writes
             for _ in training:
                 pass
             return None
         if state is None:
-            state = runs.begin(options.out, images.train.shape[-1])
+            state = runs.begin(options.out, images)
         learn(options, training, state, images, bar)
         results = {name: getattr(options, name) for name in FACTS}
         results["seconds"] = round(state["seconds"], 1)
         results["options"] = options.of_the_run()
         results["history"] = state["history"]
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
-        if options.report:
-            report.write_page(options.out, images, results)
-        else:
-            report.save(options.out, report.draw_curves(state["history"]))
-        return report.save_results(options.out / runs.RESULTS, results)
+        results = report.save_results(options.out / runs.RESULTS, results)
+        report.write_pictures(options, results, images)
+        return results
 
 
 def build(options: Options, images: Images, group=None) -> tuple:
@@ -310,7 +311,7 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command. MISTAKES end it with one line: exit code 2 or, later, 1; else a traceback."""
+    """Run a command. A user's mistake ends it with a line: exit code 2 for options, 1 for a run."""
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     argv = sys.argv[1:] if argv is None else argv
     tables = hardneg.RECIPES, LOSS_DEFAULTS, METHOD_DEFAULTS
@@ -322,7 +323,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         act()
     except KeyboardInterrupt:
-        message = "the same command goes on from what was saved (not with --overwrite, --no-resume)"
+        message = "in a training, the same command goes on from what was saved, without --overwrite"
         print(f"\nStopped; {message}.", file=sys.stderr)
         sys.exit(130)
     except MISTAKES as error:
@@ -339,8 +340,13 @@ def action_of(given: dict) -> Callable:
     labelled = given.pop("finetune", None)
     kinds = [flag for flag in (losses, folder, exported) if flag]
     require(len(kinds) < 2, "the command", "of several kinds", "one of compare, evaluate, export")
+    is_clear = not losses or "loss" not in given
+    require(is_clear, "--loss", given.get("loss"), "left out: --compare names losses")
     rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
     options = rows[0]
+    if kinds or options.method == "diffhard":
+        alone = not distributed.is_torchelastic_launched()
+        require(alone, "the launcher", "torchrun", "python: one process does this")
     if seeds is not None and losses is None:
         print("--seeds has no effect here")
     if labelled is not None:
@@ -384,15 +390,12 @@ def check(options: Options) -> None:
         fits = value is None or least <= value <= most
         require(fits, command.flag_of(name), value, f"from {least} to {most}")
     require(not options.out.is_file(), "--out", options.out, "a folder, not a file")
-    if options.resume:
-        require(not options.overwrite, "--resume", "on", "off with --overwrite")
-        check_run("--resume, so --out", options.out)
+    possible = not options.sync_batchnorm or options.device.startswith("cuda")
+    require(possible, "--sync-batchnorm", "on", "off without GPUs")
     size = options.size or 32
     blank = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=options.device)
     labels = torch.arange(4, device=options.device) // 2
-    small = dataclasses.replace(options, sync_batchnorm=False, compile=False)
-    if options.method == "queue":
-        small.queue_size = min(options.queue_size, 1)
+    small = dataclasses.replace(options, sync_batchnorm=False, compile=False, queue_size=1)
     build(small, Images(blank, labels, blank, labels, ["a", "b"]))
 
 

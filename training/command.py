@@ -73,12 +73,10 @@ def say_idle(given: dict, rows: list, measures: object) -> None:
 
 def add_options(parser: Parser, options: type, tables: tuple) -> None:
     """Add the fields of a dataclass; the tables say where losses and methods differ."""
-    groups = {}
     for field in dataclasses.fields(options):
         title = field.metadata.get("group")
         if title is not None:
-            groups[title] = parser.add_argument_group(title)
-            group = groups[title]
+            group = parser.add_argument_group(title)
         own = ("default", "otherwise", "help", "group")
         more = {key: value for key, value in field.metadata.items() if key not in own}
         if field.type is bool:

@@ -259,6 +259,12 @@ def _sources(folder):
     """List the folders of a data set: that to train on, and that to test, if there is one."""
     if not (folder / "train").is_dir():
         return [folder]
+    used = ("train", "test", "val")
+    others = [path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
+    others = sorted(set(others) - set(used))
+    if others:
+        message = f"folders beside {folder / 'train'} are left out: {', '.join(others)}"
+        warnings.warn(message, stacklevel=1)
     tests = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
     return [folder / "train"] + tests[:1]
 

@@ -102,8 +102,8 @@ def save_results(path: Path, results: dict) -> dict:
     """Write the results of a run as JSON, and print their table → the results, with versions."""
     versions = {"python": sys.version.split()[0], "torch": torch.__version__}
     results = results | {"versions": versions | {"torchvision": torchvision.__version__}}
-    runs.write_json(path, results)
     print_table(results)
+    runs.write_json(path, results)
     before = max(results["untrained"]["linear"] or 0, results["raw"]["linear"] or 0)
     if results["linear"] is not None and results["linear"] <= before:
         print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
@@ -111,11 +111,20 @@ def save_results(path: Path, results: dict) -> dict:
     return results
 
 
+def write_pictures(options, results: dict, images: Images | None = None) -> None:
+    """Draw the curves of a run, or all pictures and their page if `train.Options` ask for it."""
+    if options.report:
+        write_page(options.out, images or read(options), results)
+    else:
+        save(options.out, draw_curves(results["history"]))
+
+
 def show_again(options, results: dict) -> dict:
     """Print the table of a finished run, and write its page if that is wanted and missing."""
     print_table(results)
-    if options.report and not (options.out / "report.html").exists():
-        write_page(options.out, read(options), results)
+    last = "report.html" if options.report else "curves.png"
+    if not (options.out / last).exists():
+        write_pictures(options, results)
     print(f"finished before, in {options.out}; --overwrite replaces it")
     return results
 
@@ -132,10 +141,12 @@ def transfer(folder: Path, options, labelled: float | None = None) -> None:
     require(labelled is None or bool(images.classes), "--data", options.data, "with classes")
     encoder = runs.encoder_of(state, options.device)
     data = Path(options.data).resolve().name
+    if options.validation:
+        data += "-validation"
     if options.fraction < 1:
         data += f"-{options.fraction:g}"
     results = {"run": folder, "trained_on": was["data"], "epochs": epochs}
-    results |= {"data": options.data, "fraction": options.fraction}
+    results |= {name: getattr(options, name) for name in ("data", "fraction", "validation")}
     results |= measure(encoder, images, name, was["seed"])
     if labelled is not None:
         first = runs.untrained(name, state["size"], options.device, was["seed"])
@@ -383,7 +394,6 @@ def pictures_of(state: dict, images: Images) -> list[Picture]:
 
 def save(folder: Path, picture: Picture) -> bytes:
     """Write a picture into a folder as PNG → its bytes."""
-    assert picture.name in runs.PICTURES, "else --overwrite would leave it behind"
     content = io.BytesIO()
     picture.figure.savefig(content, format="png", dpi=120)
     plt.close(picture.figure)

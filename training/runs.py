@@ -14,8 +14,8 @@ from torch import distributed
 from tqdm import tqdm
 
 import hardneg
-from training import UserError, require
-from training.images import KNOWN
+from training import UserError, command, require
+from training.images import KNOWN, Images
 
 try:
     import fcntl
@@ -23,7 +23,7 @@ except ImportError:  # on Windows, two runs in one folder go unnoticed
     fcntl = None
 
 CHECKPOINT, RESULTS = "checkpoint.pt", "results.json"
-PICTURES = "curves nearest map histograms pairs compare".split()
+PICTURES = "curves nearest map histograms pairs".split()
 MADE = [CHECKPOINT, RESULTS, "report.html", "evaluate-*.json"]
 MADE += [f"{name}.png" for name in PICTURES]
 
@@ -56,7 +56,8 @@ def write(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
 
 
@@ -93,7 +94,7 @@ def finished(options) -> dict | None:
     """Read the results in the folder of `train.Options`, if there are any to keep.
     They have to be those of the same options."""
     path = options.out / RESULTS
-    if options.overwrite or options.resume or not path.exists():
+    if options.overwrite or not path.exists():
         return None
     try:
         results = json.loads(path.read_text())
@@ -107,7 +108,7 @@ def finished(options) -> dict | None:
 def require_same(folder: Path, was: dict, now: dict) -> None:
     """Require that the run in a folder has the same options."""
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    flags = [f"--{name.replace('_', '-')} was {was.get(name)}" for name in changed]
+    flags = [f"{command.flag_of(name)} was {was.get(name)}" for name in changed]
     wanted = f"another folder, or these options: {', '.join(flags)} there; --overwrite replaces it"
     require(not changed, "--out", folder, wanted)
 
@@ -128,9 +129,11 @@ def alone(folder: Path, rank: int = 0):
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             message = f"--out is {folder}, where another run is at work; name another"
             raise UserError(message) from None
+        except OSError:  # a file system without locks: two runs in one folder go unnoticed
+            pass
         yield
 
 
@@ -138,29 +141,34 @@ def restore(training: hardneg.Training, options) -> dict | None:
     """Bring a training to where its run was stopped → the state of the run; None: it begins.
     options: `train.Options`"""
     stopped = (options.out / CHECKPOINT).exists() and not (options.out / RESULTS).exists()
-    wanted = stopped if options.resume is None else options.resume
-    if options.overwrite or not wanted:
+    if options.overwrite or not stopped:
         return None
     try:
         state = read_checkpoint(options.out, options.device)
-        require_same(options.out, state["args"], options.of_the_run())
-        training.load_state_dict(state["training"])
     except UserError as error:
-        raise UserError(f"{error}; --no-resume begins anew") from error
+        raise UserError(f"{error}; --overwrite replaces it") from error
     finally:
         if training.group is not None:
-            distributed.barrier()  # every process reads the checkpoint before one removes it
-    print(f"resumed after epoch {training.epoch} of {training.epochs} (--no-resume begins anew)")
+            distributed.barrier()  # every process has looked before one writes results
+    require_same(options.out, state["args"], options.of_the_run())
+    n, was = len(training.images), state.get("images")
+    wanted = f"as before, with {was} images to train on; --overwrite begins anew"
+    require(n == was, "--data", f"{options.data}, with {n}", wanted)
+    training.load_state_dict(state["training"])
+    done = training.method.pretrain + training.epoch
+    print(f"resumed after epoch {done} of {options.passes()} (--overwrite begins anew)")
     return state
 
 
-def begin(folder: Path, size: int) -> dict:
+def begin(folder: Path, images: Images) -> dict:
     """Remove what an earlier run left → the state of a new one."""
-    for name in MADE:
-        for path in list(folder.glob(name)):
-            print(f"removing {path}, of an earlier run")
-            path.unlink()
-    return {"history": [], "seen": [], "seconds": 0.0, "size": size}
+    if (folder / CHECKPOINT).exists() or (folder / RESULTS).exists():
+        for name in MADE:
+            for path in list(folder.glob(name)):
+                print(f"removing {path}, of an earlier run")
+                path.unlink()
+    n, size = len(images.train), images.train.shape[-1]
+    return {"history": [], "seen": [], "seconds": 0.0, "images": n, "size": size}
 
 
 @contextlib.contextmanager
@@ -190,6 +198,9 @@ def join(device: str) -> tuple:
     if not distributed.is_torchelastic_launched():
         return device, None, 0
     if device == "cuda":
+        count = torch.cuda.device_count()
+        fits = int(os.environ["LOCAL_RANK"]) < count
+        require(fits, "--nproc-per-node", "too large", f"at most {count}, the GPUs here")
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     distributed.init_process_group({"cuda": "nccl"}.get(device[:4], "gloo"))
@@ -200,9 +211,8 @@ def join(device: str) -> tuple:
 
 
 @contextlib.contextmanager
-def first_process_first(group):
+def first_process_first(group, rank: int):
     """Let the other processes wait until the first is through."""
-    rank = 0 if group is None else distributed.get_rank(group)
     if rank > 0:
         distributed.barrier()
     yield

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -269,6 +270,12 @@ class TestFolders:
             found = images.load(tmp_path)
         assert found.classes == ["cat", "dog"] and len(found.train) == 16
         assert values_of(found.test) == [4, 9, 44, 49]
+
+    def test_folders_beside_train_are_named(self, tmp_path):
+        for part in ("train", "valid", "masks", ".cache"):
+            write_images(tmp_path / part, per_class=10)
+        with pytest.warns(UserWarning, match="train are left out: masks, valid$"):
+            images.load(tmp_path)
 
     def test_images_without_classes(self, tmp_path):
         """They lie at any depth."""
@@ -562,8 +569,8 @@ class TestRuns:
         assert not (tmp_path / "cut" / "results.json").exists()
         capsys.readouterr()
         cut, found = finish(tmp_path / "cut", **options)
-        after = -1 if method == "diffhard" else 1
-        assert f"resumed after epoch {after} of 2" in capsys.readouterr().out
+        total = 4 if method == "diffhard" else 2
+        assert f"resumed after epoch 1 of {total}" in capsys.readouterr().out
         assert equal_states(found["training"], wanted["training"])
         assert found["history"] == wanted["history"] and cut == whole
         assert (tmp_path / "cut" / "curves.png").stat().st_size > 10000
@@ -579,12 +586,13 @@ class TestRuns:
         for _ in range(3):
             moment = chance.randrange(1, 12)
             assert in_a_process(die, cut, moment) == -signal.SIGKILL, moment
-            assert not (cut.out / "results.json").exists()
             for path in cut.out.glob("*.pt"):
                 torch.load(path, weights_only=True)
+            if (cut.out / "results.json").exists():
+                break  # only the pictures are missing
         assert in_a_process(train.run, cut) == 0
         found, wanted = (numbers_of(run.out / "results.json") for run in (cut, whole))
-        assert found == wanted
+        assert found == wanted and (cut.out / "curves.png").exists()
 
     def test_sigterm_and_ctrl_c_are_said(self, tmp_path, small_shapes, monkeypatch, capsys):
         with monkeypatch.context() as patch:
@@ -598,7 +606,7 @@ class TestRuns:
         train.main([*SMALL_WORDS, "--out", str(tmp_path)])
         table = capsys.readouterr().out
         kept = times_of(tmp_path)
-        for more in ([], ["--no-resume"], ["--seed", "0"]):
+        for more in ([], ["--seed", "0"]):
             train.main([*SMALL_WORDS, "--out", str(tmp_path), *more])
             said = capsys.readouterr().out
             assert "--overwrite replaces it" in said and "\ntrained encoder" in said
@@ -608,7 +616,7 @@ class TestRuns:
     def test_a_run_with_other_options_is_another_run(self, tmp_path, small_shapes, capsys):
         numbers, _ = finish(tmp_path)
         kept = times_of(tmp_path)
-        for more in ({"seed": 1}, {"loss": "ot", "resume": True}):
+        for more in ({"seed": 1}, {"loss": "ot"}):
             with pytest.raises(UserError, match="--overwrite replaces it"):
                 finish(tmp_path, **more)
         assert times_of(tmp_path) == kept
@@ -638,10 +646,10 @@ class TestRuns:
         torch.save({"weights": torch.ones(3)}, foreign)
         for broken in (b"", path.read_bytes()[:-1000], b"PK" + bytes(99), foreign.getvalue()):
             path.write_bytes(broken)
-            with pytest.raises(UserError, match=f"{path}.*--no-resume begins anew"):
+            with pytest.raises(UserError, match=f"{path}.*--overwrite replaces it"):
                 finish(tmp_path)
             assert path.read_bytes() == broken
-        assert finish(tmp_path, resume=False)[0] == numbers
+        assert finish(tmp_path, overwrite=True)[0] == numbers
 
     def test_a_full_disk_leaves_no_half_file(self, tmp_path, small_shapes, monkeypatch, capsys):
         sync, written = os.fsync, []
@@ -690,12 +698,42 @@ class TestRuns:
         runs.save_checkpoint(tmp_path, {"args": made, "training": 0, "size": 0, "seen": 0})
         assert runs.read_checkpoint(tmp_path, "cpu")["args"] == made == json.loads(json.dumps(made))
 
-    def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes):
-        with runs.alone(tmp_path):
+    def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes, monkeypatch):
+        """The second is told before it reads images."""
+        with runs.alone(tmp_path), monkeypatch.context() as patch:
+            patch.setattr(train, "read", lambda _: 1 / 0)
             with pytest.raises(UserError, match="another run is at work"):
                 finish(tmp_path)
             assert not times_of(tmp_path)
         finish(tmp_path)
+
+    def test_a_file_system_may_lack_locks(self, tmp_path, small_shapes, monkeypatch):
+        monkeypatch.setattr(runs.fcntl, "flock", Mock(side_effect=OSError(38, "not implemented")))
+        finish(tmp_path)
+
+    def test_files_of_the_user_stay(self, tmp_path, small_shapes, capsys):
+        for name in ("map.png", "evaluate-mine.json"):
+            (tmp_path / name).write_text("mine")
+        finish(tmp_path)
+        assert "removing" not in capsys.readouterr().out
+        assert (tmp_path / "map.png").read_text() == "mine"
+
+    def test_results_are_saved_before_pictures(self, tmp_path, small_shapes, monkeypatch):
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(report, "draw_curves", lambda *_: 1 / 0)
+            finish(tmp_path)
+        kept = times_of(tmp_path)
+        assert kept.keys() == {"checkpoint.pt", "results.json"}
+        finish(tmp_path)
+        assert times_of(tmp_path) == kept | {"curves.png": times_of(tmp_path)["curves.png"]}
+
+    def test_other_images_than_before_are_said(self, tmp_path, small_shapes):
+        finish(tmp_path)
+        (tmp_path / "results.json").unlink()
+        state = runs.read_checkpoint(tmp_path, "cpu")
+        runs.save_checkpoint(tmp_path, state | {"images": 77})
+        with pytest.raises(UserError, match="as before, with 77 images"):
+            finish(tmp_path)
 
     def test_the_rate_after_resuming_is_that_of_this_run(self):
         bar = runs.bar_of(100)
@@ -711,6 +749,8 @@ class TestRuns:
         self, tmp_path, small_shapes, capsys
     ):
         _, checkpoint = finish(tmp_path)
+        said = quit_with(["--export", tmp_path, f"{__file__}/encoder.pt2"], capsys)
+        assert "encoder.pt2 cannot be written: Not a directory" in said
         train.main(["--export", f"{tmp_path}", f"{tmp_path / 'encoder.pt2'}"])
         assert "(n, 3, 32, 32) in [0, 1] → features, embeddings" in capsys.readouterr().out
         encoder = runs.encoder_of(checkpoint).eval()
@@ -731,6 +771,10 @@ class TestRuns:
             train.main(["--evaluate", str(run), "--data", str(other), *more])
             said = capsys.readouterr().out
             assert "32 × 32 pixels" in said and bool(more) == ("--alpha has no effect" in said)
+        kept = times_of(run)
+        train.main(["--evaluate", str(run), "--data", str(other), "--validation"])
+        new = times_of(run).keys() - kept.keys()
+        assert new == {"evaluate-other-validation.json"}
         results = json.loads((run / "evaluate-other.json").read_text())
         assert (results["trained_on"], results["epochs"]) == ("shapes", 2)
         assert results["data"] == str(other)
@@ -1147,14 +1191,17 @@ MISTAKES = """
 --workers -1 | --workers is -1
 --seed -1 | --seed is -1
 --weight-decay -1 | --weight-decay is -1
---resume --overwrite | --resume is on
+--compare hcl --loss ot | --loss is ot
+--sync-batchnorm --device cpu | --sync-batchnorm is on
 --compare hcl --evaluate runs/a | the command is of several kinds
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
---method queue --queue-size 0 | size is 0
+--method queue --queue-size 0 | --queue-size is 0
 --method clae --bound 1 | bound is 1
 --method diffhard --size 24 | size is 24
 --method diffhard --width 0 | width is 0
+--method diffhard --gan-lr -1 | --gan-lr is -1
+--method diffhard --ascent-lr nan | --ascent-lr is nan
 --method diffhard --pretrain -1 | pretrain is -1
 --method diffhard --every 0 | every is 0
 --method diffhard --objective simple | objective is simple
@@ -1165,7 +1212,6 @@ MISTAKES = """
 --method bank --true-positives | --true-positives is on
 hard | unrecognized
 --data no/such/folder | --data is no/such/folder
---resume --out no-such-run | no-such-run
 --evaluate no-such-run | no-such-run
 --export no-such-run x.pt2 | no-such-run
 --finetune 0.1 | with --evaluate RUN
@@ -1209,6 +1255,9 @@ class TestCommand:
         assert results["uniformity"] < 0 and not (tmp_path / "run" / "histograms.png").exists()
         said = quit_with([*words, tmp_path / "two", "--true-positives"], capsys)
         assert "--true-positives is" in said
+        train.main([*words, f"{tmp_path / 'both'}", "--compare", "hcl", "simclr", "--seeds", "2"])
+        said = capsys.readouterr().out
+        assert "| `simclr` |" in said and "No difference can be judged" in said
 
     def test_two_test_images_are_enough(self, tmp_path):
         """They may have no pair of one class, which is None and not NaN in results.json."""
@@ -1237,6 +1286,11 @@ class TestCommand:
         said = quit_with(words.split(), capsys)
         assert said.startswith("2 train.py: ") and complaint in said and said.count("\n") == 1
         assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("words", ["--method diffhard", "--evaluate x", "--compare hcl"])
+    def test_torchrun_is_for_one_training(self, words, monkeypatch, capsys):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        assert "the launcher is torchrun" in quit_with(words.split(), capsys)
 
     @pytest.mark.parametrize(
         "words, complaint",
