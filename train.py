@@ -139,7 +139,7 @@ class Options:
         chosen = {field.name: field.metadata["default"] for field in fields}
         method, recipe = (chosen | given)["method"], (chosen | given)["recipe"]
         of_method = METHOD_DEFAULTS[method]
-        of_recipe = {k: x for k, x in hardneg.RECIPES[recipe].items() if k in chosen}
+        of_recipe = hardneg.RECIPES[recipe]
         loss = (chosen | of_method | given)["loss"]
         preset = zip(("weights", "objective", "tau_plus"), hardneg.PRESETS[loss], strict=True)
         chosen |= of_recipe | dict(preset) | LOSS_DEFAULTS.get(loss, {}) | of_method
@@ -197,10 +197,8 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
     options = dataclasses.replace(options, device=device)  # of this process
     with runs.alone(options.out, rank):
         results = runs.finished(options)
-        if results is not None and rank > 0:
-            return None
         if results is not None:
-            return report.show_again(options, results)
+            return report.show_again(options, results) if rank == 0 else None
         with runs.first_process_first(group, rank):  # it downloads, then the others find the files
             images = images or read(options)
         encoder, training = build(options, images, group)
@@ -340,8 +338,6 @@ def action_of(given: dict) -> Callable:
     labelled = given.pop("finetune", None)
     kinds = [flag for flag in (losses, folder, exported) if flag]
     require(len(kinds) < 2, "the command", "of several kinds", "one of compare, evaluate, export")
-    is_clear = not losses or "loss" not in given
-    require(is_clear, "--loss", given.get("loss"), "left out: --compare names losses")
     rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
     options = rows[0]
     if kinds or options.method == "diffhard":
@@ -363,6 +359,8 @@ def action_of(given: dict) -> Callable:
         check_run("--evaluate", folder)
         return functools.partial(report.transfer, folder, options, labelled)
     if losses:
+        wanted = "left out: --compare names losses"
+        require("loss" not in given, "--loss", given.get("loss"), wanted)
         out = given.get("out", runs.folder_of(options, "compare"))
         plan = compare.plan_of(rows, 3 if seeds is None else seeds, out)
         return functools.partial(compare.compare, plan, run, out)
@@ -371,8 +369,7 @@ def action_of(given: dict) -> Callable:
 
 def check_run(flag: str, folder: Path) -> None:
     """Require that a folder holds a run."""
-    is_run = (folder / runs.CHECKPOINT).exists()
-    require(is_run, flag, folder, "the folder of a run")
+    require((folder / runs.CHECKPOINT).exists(), flag, folder, "the folder of a run")
 
 
 def check(options: Options) -> None:
