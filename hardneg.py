@@ -728,9 +728,11 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
-        self.options = _options_of("ContrastiveLoss", settings)  # to be read: calls take `given`
+        # A call takes `given` and the temperature. The others are to be read; of an nn.Module, the
+        # parameters are this module's, too.
+        self.options = _options_of("ContrastiveLoss", settings)
         self.temperature = self.options.temperature  # a number, or this module's parameter
-        self.weights = self.options.weights  # of an nn.Module, the parameters are this one's, too
+        self.weights = self.options.weights
         self.objective = self.options.objective
 
     def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
@@ -1808,7 +1810,7 @@ class Game(nn.Module):
     every       encoder's steps for each of the generator's
     batch_size  images of each kind in a step of D, at least 2
     lr          learning rate of Adam for the hinge losses; ascent_lr: for the ascent
-    Its state_dict holds networks and optimizers. The numbers suit short runs on a CPU.
+    Its state_dict holds networks, optimizers and `taken`. The numbers suit short runs on a CPU.
     Ref: [3] 3.1, 3.2"""
 
     def __init__(
@@ -2369,7 +2371,7 @@ class Training:
 
     def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
-            seed = self.seed * 100_003 + self.epoch  # of seed and epoch: a resumed run repeats it
+            seed = self._seed_of_epoch()
             if self.step_in_epoch == 0:
                 self.generator.manual_seed(seed * self.ranks + self.rank)
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
@@ -2418,6 +2420,10 @@ class Training:
             figures |= self.method.after_step() or {}
         return figures | {"images": share * self.ranks}
 
+    def _seed_of_epoch(self):
+        """Return a seed of this run and epoch, so that a resumed run repeats it."""
+        return self.seed * 100_003 + self.epoch
+
     def state_dict(self) -> dict:
         """Return all that a run needs to go on: tensors that train on, so save or deepcopy them."""
         return {
@@ -2434,8 +2440,10 @@ class Training:
         self.epoch = state["epoch"]
         self.step_in_epoch = state["step_in_epoch"]
         saved = state["generator"].cpu()
-        if saved.shape == self.generator.get_state().shape:  # else of another kind of device
+        if saved.shape == self.generator.get_state().shape:
             self.generator.set_state(saved)
+        else:  # saved on another kind of device
+            self.generator.manual_seed(self._seed_of_epoch() * self.ranks + self.rank)
         self.encoder.load_state_dict(state["encoder"])
         self.method.load_state_dict(state["method"])
         self.optimizer.load_state_dict(state["optimizer"])

@@ -3540,6 +3540,19 @@ class TestTraining:
         second.load_state_dict(state | {"generator": torch.zeros(16, dtype=torch.uint8)})
         assert len(seen) > 1 and list(second) == list(whole)
 
+    def test_a_new_generator_is_of_the_run(self):
+        """Within an epoch it begins anew: two runs do not draw the same."""
+        seeds = []
+        for seed in (0, 1):
+            training = begin(IMAGES, seed=seed)
+            next(iter(training))
+            state = copy.deepcopy(training.state_dict())
+            second = begin(IMAGES, seed=seed)
+            second.load_state_dict(state | {"generator": torch.zeros(16, dtype=torch.uint8)})
+            seeds.append(second.generator.initial_seed())
+            assert seeds[-1] == training.generator.initial_seed()
+        assert seeds[0] != seeds[1]
+
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, n, size, sizes):
         """In batches of nearly one size, never of one image; epochs and seeds differ in order."""

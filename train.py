@@ -71,7 +71,7 @@ class Options:
     temperature: float = option(0.1, "divides cosines, above 0")
     tau_plus: float = option(None, "false negatives' share [1], in [0, 1)", otherwise="the loss's")
     detach_weights: bool = option(None, "no gradient through weights", otherwise="ot alone")
-    debias: str = option("published", "way to subtract them", choices=("published", "exact"))
+    debias: str = option("published", "estimate of debiasing", choices=("published", "exact"))
     beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
     anneal: bool = option(False, "hcl: lower beta to a fifth in five steps over the run")
     epsilon: float = option(0.3, "ot: regularisation, in units of the cost, above 0 [2]")
@@ -198,7 +198,7 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
     with runs.alone(options.out, rank):
         results = runs.finished(options)
         if results is not None:
-            return report.show_again(options, results) if rank == 0 else None
+            return report.show_again(options, results, images) if rank == 0 else None
         with runs.first_process_first(group, rank):  # it downloads, then the others find the files
             images = images or read(options)
         encoder, training = build(options, images, group)

@@ -28,12 +28,10 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     with runs.bar_of(passes * len(images.train)) as bar:
         for name, options in seed_by_seed(plan):
             bar.set_description(options.out.name)
-            results = kept[options.out]
-            if results:
+            if kept[options.out]:
                 runs.skip(bar, options.passes() * len(images.train))
-            else:
-                with contextlib.redirect_stdout(io.StringIO()):
-                    results = train(options, images, known, bar)
+            with contextlib.redirect_stdout(io.StringIO()):
+                results = train(options, images, known, bar)  # or those that are there
             found[name].append(results)
     if images.classes:
         best_first = sorted(found.items(), key=linear_of_row, reverse=True)

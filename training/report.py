@@ -119,12 +119,12 @@ def write_pictures(options, results: dict, images: Images | None = None) -> None
         save(options.out, draw_curves(results["history"]))
 
 
-def show_again(options, results: dict) -> dict:
-    """Print the table of a finished run, and write its page if that is wanted and missing."""
+def show_again(options, results: dict, images: Images | None = None) -> dict:
+    """Print the table of a finished run, and draw its pictures if they are missing."""
     print_table(results)
     last = "report.html" if options.report else "curves.png"
     if not (options.out / last).exists():
-        write_pictures(options, results)
+        write_pictures(options, results, images)
     print(f"finished before, in {options.out}; --overwrite replaces it")
     return results
 

@@ -92,14 +92,21 @@ def read_checkpoint(folder: Path, device: str) -> dict:
 
 def finished(options) -> dict | None:
     """Read the results in the folder of `train.Options`, if there are any to keep.
-    They have to be those of the same options."""
+    They have to be those of the same options. A folder without a run may have no files of a run's
+    names, as they are somebody's."""
     path = options.out / RESULTS
-    if options.overwrite or not path.exists():
+    if options.overwrite:
+        return None
+    if not path.exists():
+        made = [file for name in MADE for file in options.out.glob(name)]
+        if made and not (options.out / CHECKPOINT).exists():
+            wanted = f"a folder without {made[0].name}, which a run writes; --overwrite replaces it"
+            raise UserError(f"--out is {options.out}; it must be {wanted}")
         return None
     try:
         results = json.loads(path.read_text())
         was = results["options"]
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}); --overwrite replaces it") from error
     require_same(options.out, was, options.of_the_run())
     return results
@@ -151,7 +158,8 @@ def restore(training: hardneg.Training, options) -> dict | None:
         if training.group is not None:
             distributed.barrier()  # every process has looked before one writes results
     require_same(options.out, state["args"], options.of_the_run())
-    n, was = len(training.images), state.get("images")
+    n = len(training.images)
+    was = state.get("images", n)
     wanted = f"as before, with {was} images to train on; --overwrite begins anew"
     require(n == was, "--data", f"{options.data}, with {n}", wanted)
     training.load_state_dict(state["training"])
@@ -162,11 +170,10 @@ def restore(training: hardneg.Training, options) -> dict | None:
 
 def begin(folder: Path, images: Images) -> dict:
     """Remove what an earlier run left → the state of a new one."""
-    if (folder / CHECKPOINT).exists() or (folder / RESULTS).exists():
-        for name in MADE:
-            for path in list(folder.glob(name)):
-                print(f"removing {path}, of an earlier run")
-                path.unlink()
+    for name in MADE:
+        for path in list(folder.glob(name)):
+            print(f"removing {path}, of an earlier run")
+            path.unlink()
     n, size = len(images.train), images.train.shape[-1]
     return {"history": [], "seen": [], "seconds": 0.0, "images": n, "size": size}
 

@@ -473,6 +473,10 @@ class TestCompare:
         times = [path.stat().st_mtime_ns for path in files]
         train.main(together)
         assert [path.stat().st_mtime_ns for path in files] == times
+        drawn = files[0].parent / "curves.png"
+        drawn.unlink()  # as if the run had been killed before it drew
+        train.main(together)
+        assert drawn.exists()
         files[0].unlink()
         capsys.readouterr()
         said = quit_with([*together, "--epochs", "2"], capsys)
@@ -678,7 +682,7 @@ class TestRuns:
         runs.write(tmp_path / "x", b"new")
         assert (tmp_path / "x").read_bytes() == b"new"
 
-    @pytest.mark.parametrize("content", ["", "{}", '{"options": 1'])
+    @pytest.mark.parametrize("content", ["", "{}", "[]", '{"options": 1'])
     def test_broken_results_are_named(self, content, tmp_path, small_shapes):
         (tmp_path / "results.json").write_text(content)
         with pytest.raises(UserError, match="results.json cannot be read.*--overwrite"):
@@ -711,12 +715,16 @@ class TestRuns:
         monkeypatch.setattr(runs.fcntl, "flock", Mock(side_effect=OSError(38, "not implemented")))
         finish(tmp_path)
 
-    def test_files_of_the_user_stay(self, tmp_path, small_shapes, capsys):
-        for name in ("map.png", "evaluate-mine.json"):
-            (tmp_path / name).write_text("mine")
-        finish(tmp_path)
-        assert "removing" not in capsys.readouterr().out
-        assert (tmp_path / "map.png").read_text() == "mine"
+    @pytest.mark.parametrize("name", ["map.png", "report.html", "evaluate-mine.json"])
+    def test_files_of_the_user_stay(self, name, tmp_path, small_shapes):
+        """A folder that has files of these names, and no run, is not written to."""
+        (tmp_path / name).write_text("mine")
+        (tmp_path / "notes.txt").write_text("mine")
+        with pytest.raises(UserError, match=f"a folder without {name}, .*; --overwrite"):
+            finish(tmp_path)
+        assert times_of(tmp_path).keys() == {name, "notes.txt"}
+        finish(tmp_path, overwrite=True)
+        assert times_of(tmp_path).keys() - {name} >= {"results.json", "notes.txt"}
 
     def test_results_are_saved_before_pictures(self, tmp_path, small_shapes, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
@@ -726,6 +734,16 @@ class TestRuns:
         assert kept.keys() == {"checkpoint.pt", "results.json"}
         finish(tmp_path)
         assert times_of(tmp_path) == kept | {"curves.png": times_of(tmp_path)["curves.png"]}
+
+    def test_pictures_drawn_later_are_of_the_same_images(self, tmp_path, small_shapes, monkeypatch):
+        """Also where they came from the caller."""
+        options = train.Options(out=tmp_path, **SMALL)
+        mine = train.read(options)
+        train.run(options, mine)
+        drawn = Mock()
+        monkeypatch.setattr(report, "write_page", drawn)
+        train.run(dataclasses.replace(options, report=True), mine)
+        assert drawn.call_args.args[1] is mine
 
     def test_other_images_than_before_are_said(self, tmp_path, small_shapes):
         finish(tmp_path)
