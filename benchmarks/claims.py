@@ -101,8 +101,10 @@ CLAIMS = [
         "… after 60 epochs on all of CIFAR-10",
         "[1], [2]",
         {
-            "`hcl`": Gap("long", "hcl", "simclr"),
-            "`ot`": Gap("long", "ot", "simclr"),
+            "`hcl`, t = 0.07": Gap("long", "hcl", "simclr"),
+            "`ot`, t = 0.07": Gap("long", "ot", "simclr"),
+            "`hcl`, t = 0.1": Gap("long", "hcl 0.1", "simclr"),
+            "`hcl`, t = 0.2, β = 2": Gap("long", "hcl 0.2", "simclr"),
             "tilted weights, t = 0.1": Gap("long", "tilted", "simclr"),
             "tilted weights by kNN": Gap("long", "tilted", "simclr", "knn"),
         },
@@ -113,6 +115,7 @@ CLAIMS = [
         {
             "CIFAR-10": functools.partial(of_factors, "cause", cause.GRADIENTS),
             TINY: functools.partial(of_factors, "cause-tiny", cause.GRADIENTS),
+            "CIFAR-10, 60 epochs": Gap("long", "tilted", "tilted-held"),
         },
     ),
     Claim(
@@ -129,6 +132,7 @@ CLAIMS = [
         {
             "CIFAR-10": functools.partial(of_factors, "cause", cause.HELD),
             TINY: functools.partial(of_factors, "cause-tiny", cause.HELD),
+            "CIFAR-10, 60 epochs": Gap("long", "tilted-held", "simclr 0.067"),
         },
     ),
     Claim("a larger β gains more", "[1]", {"β = 2 over 0.5": Gap("beta", "hcl-2", "hcl-0.5")}),

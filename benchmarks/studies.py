@@ -336,6 +336,11 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
             "tilted": SIMCLR | dict(weights="tilted", beta=0.5),  # the best of `cause`
             "hcl": dict(loss="hcl", temperature=0.07, beta=0.5, tau_plus=0.01),
             "ot": dict(loss="ot", temperature=0.07, epsilon=0.3),
+            # the controls of `tilted`: its weights held, and a plain loss at its effective t
+            "tilted-held": SIMCLR | dict(weights="tilted", beta=0.5, detach_weights=True),
+            "simclr 0.067": dict(loss="simclr", temperature=0.067),
+            "hcl 0.1": dict(loss="hcl", temperature=0.1, beta=0.5, tau_plus=1 / 510),  # README's
+            "hcl 0.2": dict(loss="hcl", temperature=0.2, beta=2, tau_plus=0.01),  # of cifar10-beta
         },
     ),
     "finetune-tenth": (  # [3], 1: a run sees 100 000 images, as in the next
@@ -505,20 +510,54 @@ def progress(name):
     baseline = compare.baseline_of(found)
     others = [row for row in found if row != baseline]
     lines = [["epoch", f"`{baseline}`, kNN %", *(f"`{row}`, gain" for row in others)]]
-    measured = {row: [measured_in(run) for run in runs] for row, runs in found.items()}
-    for of_baseline in zip(*measured[baseline], strict=True):
-        epoch = of_baseline[0]["epoch"]
-        line = [str(epoch), report.spread([run["knn"] for run in of_baseline])]
+    for epoch, then in measured(found):
+        line = [str(epoch), report.spread([run["knn"] for run in then[baseline]])]
         for row in others:
-            then = [entry for run in measured[row] for entry in run if entry["epoch"] == epoch]
-            line.append(report.gain(compare.gaps_of(then, of_baseline, "knn")))
+            line.append(report.gain(compare.gaps_of(then[row], then[baseline], "knn")))
         lines.append(line)
     return report.markdown(lines)
 
 
-def measured_in(run):
-    """List what was measured in the course of a run, as figures of runs with its seed."""
-    return [{"seed": run["seed"]} | entry for entry in run["history"] if "knn" in entry]
+def draw_progress(name):
+    """Draw what rows gain by kNN over the baseline in the course of the runs.
+
+    Rows at the baseline's temperature are in the left panel. The picture goes to
+    results/NAME.png."""
+    found = read(name)
+    baseline = compare.baseline_of(found)
+    t = temperature_of(found[baseline])
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    for row in found:
+        left = temperature_of(found[row]) == t
+        axis = axes[0] if left else axes[1]
+        epochs, gains = [], []
+        for epoch, then in measured(found):
+            epochs.append(epoch)
+            gains.append(statistics.mean(compare.gaps_of(then[row], then[baseline], "knn")))
+        if row != baseline:
+            axis.plot(epochs, gains, ".-", label=row)
+    for axis, title in zip(axes, (f"t = {t}", "another t"), strict=True):
+        axis.axhline(0, color="k", ls=":", label=f"{baseline}, t = {t}")
+        axis.set(title=title, xlabel="epoch", ylabel="gain in kNN, points")
+        axis.legend()
+    figure.savefig(HERE / "results" / f"{name}.png", dpi=110)
+
+
+def temperature_of(some):
+    """Return the temperature that the runs of a row have."""
+    return some[0]["options"]["temperature"]
+
+
+def measured(found):
+    """List what was measured in the course of the runs: epoch, {row: figures with their seed}."""
+    course = {}
+    for row, some in found.items():
+        for run in some:
+            for entry in run["history"]:
+                if "knn" in entry:
+                    then = course.setdefault(entry["epoch"], {})
+                    then.setdefault(row, []).append({"seed": run["seed"]} | entry)
+    return list(course.items())
 
 
 def summary():
@@ -557,6 +596,8 @@ def main():
             study(name, {"shapes": "shapes", "cifar10": args.cifar10, "tiny": args.tiny}, args.out)
     if curves := [name for name in args.studies if name.endswith("-t")]:
         draw_curves(curves)
+    if "long" in args.studies:
+        draw_progress("long")
 
 
 if __name__ == "__main__":
