@@ -197,8 +197,10 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
     options = dataclasses.replace(options, device=device)  # of this process
     with runs.alone(options.out, rank):
         results = runs.finished(options)
+        if results is not None and rank == 0:
+            return report.show_again(options, results, images)
         if results is not None:
-            return report.show_again(options, results, images) if rank == 0 else None
+            return None
         with runs.first_process_first(group, rank):  # it downloads, then the others find the files
             images = images or read(options)
         encoder, training = build(options, images, group)
@@ -321,8 +323,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         act()
     except KeyboardInterrupt:
-        message = "in a training, the same command goes on from what was saved, without --overwrite"
-        print(f"\nStopped; {message}.", file=sys.stderr)
+        print("\nStopped; the same command goes on, without --overwrite.", file=sys.stderr)
         sys.exit(130)
     except MISTAKES as error:
         sys.exit(f"train.py: {error}")
@@ -379,9 +380,8 @@ def check(options: Options) -> None:
     except (RuntimeError, AssertionError) as error:
         message = f"--device {options.device} cannot be used here; try --device cpu"
         raise UserError(message) from error
-    exists = options.data in KNOWN or Path(options.data).is_dir()
     wanted = f"shapes, {', '.join(TORCHVISION)}, or a folder that exists"
-    require(exists, "--data", options.data, wanted)
+    require(options.data in KNOWN or Path(options.data).is_dir(), "--data", options.data, wanted)
     for name, (least, most) in LIMITS.items():
         value = getattr(options, name)
         fits = value is None or least <= value <= most
