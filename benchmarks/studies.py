@@ -2,10 +2,10 @@
 python benchmarks/studies.py cifar10-t cifar10 --cifar10 FOLDER
 
 A study is a comparison of train.py: rows of options, on the same images, for the same epochs, with
-the same seeds. Seed 100 chooses options, seeds 0 to 4 compare the choices. A run that has its
-results in --out is not repeated, and a stopped run goes on. The results go to results/STUDY.json;
---show prints their tables again. FOLDER holds CIFAR-10 or Tiny ImageNet as images, one folder per
-class, in train/ and test/.
+the same seeds. Seed 100 chooses options, seeds 0 to 4 compare the choices. Each run is recorded in
+results/STUDY.json as it ends. A recorded run is not repeated, and a stopped one goes on in --out.
+--show prints the tables of the records. FOLDER holds CIFAR-10 or Tiny ImageNet as images, one
+folder per class, in train/ and test/.
 [3] Wu, Wang, Zeng, Shi, Hu: Synthetic Data Can Also Teach. AAAI 2023
 [4] Wang, Liu: Understanding the Behaviour of Contrastive Loss. CVPR 2021
 """
@@ -343,6 +343,30 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
             "hcl 0.2": dict(loss="hcl", temperature=0.2, beta=2, tau_plus=0.01),  # of cifar10-beta
         },
     ),
+    "pays-cifar10": (  # studies/pays.md
+        "cifar10",
+        FIVE,
+        dict(epochs=60, batch_size=256, lr=0.003, loss="simclr"),
+        {
+            "simclr 0.2": dict(temperature=0.2),
+            "tilted 0.2": dict(temperature=0.2, weights="tilted", beta=0.5),
+            "simclr 0.1": dict(temperature=0.1),
+            "simclr 0.4": dict(temperature=0.4),
+            "tilted 0.4": dict(temperature=0.4, weights="tilted", beta=0.5),
+            "decoupled 0.067": dict(temperature=0.067, objective="decoupled"),
+        },
+    ),
+    "pays-tiny": (
+        "tiny",
+        FIVE,
+        dict(fraction=0.5, size=32, epochs=60, batch_size=256, lr=0.003, loss="simclr"),
+        {
+            "simclr 0.1": dict(temperature=0.1),
+            "tilted 0.1": dict(temperature=0.1, weights="tilted", beta=0.5),
+            "simclr 0.2": dict(temperature=0.2),
+            "tilted 0.2": dict(temperature=0.2, weights="tilted", beta=0.5),
+        },
+    ),
     "finetune-tenth": (  # [3], 1: a run sees 100 000 images, as in the next
         "cifar10",
         THREE,
@@ -361,16 +385,25 @@ for classes, share in ((10, 1), (50, 0.2), (200, 0.05)):  # 2 500 images of Tiny
 
 
 def study(name, folders, out):
-    """Train what is not there yet of a study, and record it."""
+    """Train what is not recorded yet of a study, seed by seed, and record each run as it ends."""
     data, plan = plan_of(name, folders, out)
-    found = compare.compare(plan, train.run, out / name)
-    for row, results in found.items():
-        for run, options in zip(results, plan[row], strict=True):
-            run["data"] = run["options"]["data"] = data
-            if name in MEASURED_AFTER:
-                measure_after = MEASURED_AFTER[name]
-                measure_after(run, options.out, folders[data])
-    (HERE / "results" / f"{name}.json").write_text(json.dumps(found) + "\n")
+    record = HERE / "results" / f"{name}.json"
+    found = read(name) if record.exists() else {}
+    done = {(row, run["seed"]) for row, some in found.items() for run in some}
+    of_folder, known = None, {}
+    for row, options in compare.seed_by_seed(plan):
+        if (row, options.seed) in done:
+            continue
+        of_folder = of_folder or images.read(options)
+        run = train.run(options, of_folder, known)
+        run["data"] = run["options"]["data"] = data
+        if name in MEASURED_AFTER:
+            measure_after = MEASURED_AFTER[name]
+            measure_after(run, options.out, folders[data])
+        found.setdefault(row, []).append(run)
+        best_first = sorted(found.items(), key=compare.linear_of_row, reverse=True)
+        record.write_text(json.dumps(dict(best_first)) + "\n")
+    print(f"{table(name)}\n\n{compare.verdict(read(name))}")
 
 
 def transfer(run, folder, data):
