@@ -359,7 +359,7 @@ STUDIES = {  # name: data, seeds, options of all rows, {row: its options}
     "pays-tiny": (
         "tiny",
         FIVE,
-        dict(fraction=0.5, size=32, epochs=60, batch_size=256, lr=0.003, loss="simclr"),
+        dict(size=32, epochs=60, batch_size=256, lr=0.003, loss="simclr"),
         {
             "simclr 0.1": dict(temperature=0.1),
             "tilted 0.1": dict(temperature=0.1, weights="tilted", beta=0.5),
