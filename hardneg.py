@@ -1,43 +1,44 @@
 """Hard-negative contrastive learning in one file, to be copied into projects.
 
-Version 1.0.0. Copyright 2026 the hardneg authors. MIT licence.
+Version 2.0.0. Copyright 2026 the hardneg authors. MIT licence.
 
 An encoder learns without labels: it pulls two views of a sample together and pushes other samples,
 the negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every
-method here answers the same three questions, and the file asks them in this order:
+method here answers the same three questions:
 
     1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given ones
     2. How much does each one count?  weights: candidates are drawn from p, the data's distribution;
                                       weights w ∝ q/p make them count as if drawn from q, which
                                       prefers candidates near the anchor
-    3. What is done with them?        objective: nce (and its debiasing), simple, triplet, ppcl, …
+    3. What is done with them?        objective: nce, simple, triplet, ppcl, decoupled
 
     from hardneg import ContrastiveLoss
-    criterion = ContrastiveLoss("hcl", beta=1.0)
+    criterion = ContrastiveLoss("hcl")
     loss = criterion(z_1, z_2)                              # embeddings (B, D) of two views
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     M           positives of an anchor: V − 1, the other views of its sample
-    N           columns: V·B in a batch, of all ranks; or K, the rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked; formulas write N for it
+    N           columns, in shapes: V·B in a batch, of all ranks; or K, the rows of `negatives`
+    N_i         candidates of anchor i: the columns that are not masked. In formulas N is N_i
     a           anchors in a block, where a large batch is worked in blocks
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
     t           temperature, divides cosines                 t in [1], τ in [3, 4]
-    s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t; −∞ where j is no negative of i
+    s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t
     p_im        logit of anchor i and its m-th positive
-    log w_ij    log importance weight; −∞ where the candidate does not count
+    log w_ij    log importance weight of candidate j
     tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
     beta        β, the concentration of tilted weights; multiplies s = cos/t                 [1]
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
     epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
-A name that ends in _ works in place; by_x is the gradient in x. Sums of e^s stay in the log domain:
-e^{(1+β)/t} overflows float32 at β = 1, t = 0.02.
+A name that ends in _ works in place. Sums of e^s stay in the log domain: e^{(1+β)/t} overflows
+float32 at β = 1, t = 0.02.
 
-Sections: 1 Weights, 2 Objectives, 3 The loss, 4 Finding, 5 Numerics and checks, 6 Large batches and
-ranks. They are the loss. 7 Views, 8 Encoders, 9 Generators, 10 Readouts, 11 Training use it.
+Sections 1 to 8 are the loss: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport,
+6 Finding, 7 Large batches and ranks, 8 Numerics and checks. Sections 9 to 12 train encoders with
+it: 9 Views, 10 Encoders, 11 Generators, 12 Training.
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -46,413 +47,155 @@ References
     [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. 2012.09740
     [5] Wang, Isola. Alignment and Uniformity. 2005.10242    [6] Chen et al. SimCLR. 2002.05709
     [7] Wu et al. Instance Discrimination. 1805.01978        [8] He et al. MoCo. 1911.05722
-    [9] Brock et al. BigGAN. 1809.11096                     [10] Ho et al. CLAE. 2010.12050
+    [9] Brock et al. BigGAN. 1809.11096                     [10] Knight, Ruiz, Uçar. Symmetric
+        scaling of matrices. SIAM J. Matrix Anal. Appl. 35, 2014
    [11] Gao et al. GradCache. 2101.06983                    [12] Yeh et al. DCL. 2110.06848
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import numbers
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    get_type_hints,
+    overload,
+)
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
-__version__ = "1.0.0"
-__all__ = ["ContrastiveLoss", "contrastive_loss", "gather", "mine"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__version__ = "2.0.0"
+__all__ = ["ContrastiveLoss", "contrastive_loss", "gather", "mine", "draw", "PAPERS"]
 
 INF = math.inf
-_NONE = -1e30  # fills the row of an anchor without candidates: finite, as −∞ − (−∞) is NaN
-_MASKED = -1e28  # logits and log weights below this do not count
-GROUP = 32  # columns that `_largest` looks at together
 
+# ---- 1. The loss -------------------------------------------------------------------------------
 
-# ---- 1. Weights: how much does each candidate count? -------------------------------------------
-# A rule of weights maps logits (A, N) to log weights (A, N), and −∞ to −∞. For tilted, hardest and
-# transported a constant of the row is free: `mean_one` chooses it. A rule sees some rows at a time,
-# and only autograd differentiates it: what stands here is what trains, at every batch size. To add
-# a rule: a function here, its name in WEIGHTS, its call in `weigh`, its options in Options, RANGES
-# and VALUES. Or pass the function itself: contrastive_loss(x, y, weights=my_rule).
-
-
-def uniform(logits: Tensor) -> Tensor:
-    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
-    # 0 for a candidate; −∞, or −1e30, stays where masked. A boolean mask would take much longer
-    limit = min(-_MASKED, torch.finfo(logits.dtype).max)  # half precision has no 1e28
-    return F.hardshrink(logits.detach(), limit)  # 0 from −limit to limit
-
-
-def tilted(logits: Tensor, beta: float = 1.0) -> Tensor:
-    """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
-    With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
-    gradients in the shares of `uniform` at t/(1 + β).
-    Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    if beta < torch.finfo(logits.dtype).tiny:  # 0, or 0 in this dtype: 0 · (−∞) would be NaN
-        return uniform(logits)
-    return beta * logits
-
-
-def hardest(logits: Tensor) -> Tensor:
-    """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, −∞ elsewhere.
-    With `mean_one` at log_n = log N its weight is N; ties share it. It is `tilted` at β → ∞.
-    Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
-    nearest = logits.amax(-1, keepdim=True)
-    return uniform(logits).masked_fill(logits < nearest, -INF)
-
-
-def top(logits: Tensor, alpha: float = 0.1) -> Tensor:
-    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α), −∞ below.
-    alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
-    candidates; at least one stays, and ties with the last. For the k nearest, take alpha = k / N.
-    The weight of those that are dropped is not redistributed: w is 0 or 1, its mean ⌈αN⌉/N or more.
-    Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
-    return uniform(logits).masked_fill(logits < _threshold(logits.detach(), alpha), -INF)
-
-
-def transported(
-    logits: Tensor,
-    epsilon: float = 0.3,
-    cost: str = "sqeuclidean",
-    kappa: float = 0.0,
-    temperature: float | Tensor = 1.0,
-    potential: Tensor | None = None,
-) -> Tensor:
-    """Count near candidates, but let each candidate have the same total weight over all anchors.
-        w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
-    The total is the same if all anchors have equally many candidates.
-    logits (A, N) are of unit rows; epsilon is in the unit of the cost; temperature is that of the
-    logits, as costs are of cosines. potential: the g (N,) of `sinkhorn`, which runs if it is None.
-    With `mean_one`, w_ij = N P*(j | i).
-    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and all columns have equally
-    many entries, as in a batch; in a bank with positives they have not. "sqeuclidean" at g = 0 is
-    `tilted` at β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
-    log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
-    if potential is None:
-        potential = sinkhorn(log_kernel)[1]
-    return log_kernel + potential
-
-
-def _log_kernel(logits, epsilon, cost, kappa, temperature):
-    """Compute −C/ε, −∞ where the logits are."""
-    # −∞ becomes a finite cosine, as 0 · ∞ is NaN in gradients; `uniform` puts −∞ back
-    cosines = temperature * logits.clamp_min(-2 / temperature)
-    log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
-    # clamp: a very high cost must stay above what counts as masked
-    return log_kernel.clamp_min(_MASKED / 10) + uniform(logits)
-
-
-def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
-    """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
-    if cost == "sqeuclidean":
-        return 1 - cosines
-    return torch.exp(2 - 2 * cosines - kappa)
-
-
-@torch.compiler.disable  # the number of steps depends on the data
-def sinkhorn(
-    log_kernel: Tensor | Callable, tolerance: float | None = None, max_steps: int = 1000
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    log_kernel: −C/ε (A, N), −∞ where i and j must not be coupled; or a function that returns its
-    blocks of rows, for a kernel too large to store → f (A,), g (N,), error.
-    It scales rows, f_i ← −log A − log Σ_j e^{log_kernel_ij + g_j}, and columns in turn, until
-    error = Σ_i |Σ_j P_ij − 1/A| is at most `tolerance` (None: 1e-5, in float64 1e-12), or warns
-    after max_steps. On a GPU the host reads the error after every eighth step, and never while a
-    graph is captured: then there are 32 steps. Fully masked rows and columns carry no mass; A and
-    N do not count them. Differentiable; autograd stores 2·A·N numbers for each step.
-    Cost: 2·A·N per step, which multiplies the error by σ₂², σ₂ the 2nd singular value of √(AN) P: 3
-    to 31 steps at ε = 0.3, hundreds for clustered rows at ε = 0.1, about 1/error if the masks force
-    an unmasked entry to 0. Ref: [2] Eq. 5, Lemma 3"""
-    _require(max_steps >= 1, "max_steps", max_steps, "at least 1")
-    f = g = None
-    for step in range(max_steps + 1):
-        row_sums, column_sums = _log_sums(log_kernel, g)
-        row_count = (row_sums > _MASKED).sum().clamp_min(1).to(row_sums.dtype)
-        column_count = (column_sums > _MASKED).sum().clamp_min(1).to(row_sums.dtype)
-        if step > 0:
-            error = torch.expm1(f + row_sums).abs().sum() / row_count  # rows of P sum to e^{…} / A
-            if _stops(error, step, max_steps, tolerance):
-                break
-        f = -row_sums
-        g = (row_count / column_count).log() - column_sums
-    return f - row_count.log(), g, error
-
-
-def _log_sums(log_kernel, g):
-    """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
-    A block may be computed anew whenever it is read, so one pass gives both."""
-    blocks = log_kernel() if callable(log_kernel) else [log_kernel]
-    row_sums = column_sums = None
-    for block in blocks:  # (a, N)
-        if g is None:
-            g = block.new_zeros(())
-        # clamp: −sums stays finite, so −∞ plus it stays −∞
-        sums = log_sum(block, g).clamp_min(_MASKED)  # (a,)
-        # a list of small tensors would lie between large ones, and keep freed memory from reuse
-        row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
-        sums = log_sum(block, -sums[:, None], dim=0)  # (N,)
-        column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
-    return row_sums, column_sums.clamp_min(_MASKED)
-
-
-def _stops(error, step, max_steps, tolerance):
-    """Whether Sinkhorn stops; it warns if it has to stop too early."""
-    if not _is_concrete(error):
-        return step >= min(32, max_steps)
-    if step < max_steps and step % 8 > 0 and not _may_read(error):
-        return False
-    if tolerance is None:
-        tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
-    last = error.item()
-    if step == max_steps and last > tolerance:
-        message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
-        message += "raise epsilon, or check that labels leave enough candidates"
-        warnings.warn(message, stacklevel=4)  # past sinkhorn and torch's wrapper of it
-    return step == max_steps or last <= tolerance or math.isnan(last)
-
-
-def mean_one(log_w: Tensor, log_n: Tensor | float | None = None) -> Tensor:
-    """Normalise weights to mean 1 over the candidates of each anchor: log N + log_softmax(log w).
-    The sum over N weighted negatives then compares with that over N plain ones, as τ⁺ and its floor
-    assume. log_w (A, N), −∞ where a candidate does not count. log_n: log N, (A,) or a number; None:
-    N counts the entries above −∞, which for `hardest` is 1. A row of −∞ alone gives NaN."""
-    if log_n is None:
-        log_n = (log_w > -INF).sum(-1).to(log_w.dtype).log()
-    if torch.is_tensor(log_n):
-        log_n = log_n[..., None]
-    return torch.log_softmax(log_w, -1) + log_n
-
-
-def weigh(
-    logits: Tensor,
-    options: Options,
-    temperature: float | Tensor,
-    log_n: Tensor | float | None = None,
-    potential: Tensor | float | None = None,
-) -> Tensor:
-    """Answer question 2 by the options: logits (A, N) → log weights (A, N).
-    `tilted`, `hardest` and `transported` get mean 1: log_n is that of `mean_one`; temperature and
-    potential are of `transported`. Weights of a function stay, but −∞ where the logits are."""
-    if callable(options.weights):
-        log_w = options.weights(logits)
-        _check_result("weights", log_w, logits.shape)
-        return torch.where(logits < _MASKED, logits.detach(), log_w)
-    if options.weights == "uniform":
-        return uniform(logits)
-    if options.weights == "top":
-        return top(logits, options.alpha)
-    if options.weights == "tilted":
-        log_w = tilted(logits, options.beta)
-    elif options.weights == "hardest":
-        log_w = hardest(logits)
-    elif options.weights == "transported":
-        settings = options.epsilon, options.cost, options.kappa
-        log_w = transported(logits, *settings, temperature, potential)
-    return mean_one(log_w, log_n)
-
-
-def weigh_alike(pos: Tensor, logits: Tensor, log_w: Tensor, options: Options) -> Tensor:
-    """Weigh positives by the function of the logit that has weighed the candidates → (A, M).
-    log_w (A, N): of the candidates, by `uniform`, `tilted`, `top` or `hardest`."""
-    if options.weights == "uniform":
-        return uniform(pos)
-    heaviest = log_w.amax(-1, keepdim=True)  # the log weight of the nearest candidate
-    if options.weights == "tilted":
-        nearest = logits.amax(-1, keepdim=True)
-        return heaviest + tilted(pos, options.beta) - tilted(nearest, options.beta)
-    lowest = logits.masked_fill(log_w == -INF, INF).amin(-1, keepdim=True)  # that counts
-    return torch.where(pos < lowest, _NONE, heaviest)  # finite, as −∞ − (−∞) is NaN
-
-
-# ---- 2. Objectives: what is done with the weighted negatives? ----------------------------------
-# pos (A, M), neg (A, N), log w (A, N) → losses (A,). nce, ppcl and decoupled act on logits, simple
-# and triplet on cosines. Where log w is −∞, neg does not count. debiasing: options of `debiased`.
-
-
-def debiased(
-    pos: Tensor,
-    neg: Tensor,
-    log_w: Tensor,
-    tau_plus: float = 0.0,
-    temperature: float | Tensor = 1.0,
-    log_w_pos: Tensor | None = None,
-    log_total: Tensor | float | None = None,
-    debias: str = "published",
-) -> Tensor:
-    """Compute the log of the weighted sum of e^s over negatives, less that of false negatives.
-        log max( (Σ_j w_j e^{s_j} − W τ E⁺) / (1 − τ),  floor ),
-        E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m,     W = Σ_j w_j, which is N for weights of mean 1
-
-    pos, neg are logits; log_w_pos (A, M), None for uniform weights and no pos of −∞ → (A,).
-    log_total: log W; None: computed. On a CPU, a warning says if at more than half of the anchors
-    nothing is left, or, as published, less than the floor. Limits: τ⁺ = 0 is log Σ_j w_j e^{s_j},
-    without a floor.
-    "published"  τ = τ⁺, and the floor W e^{−1/t}, as no cosine is below −1: no logit has a gradient
-                 there. For uniform weights W τ E⁺ is the expected sum over false negatives; for
-                 others the formula does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5
-                 (without N)
-    "exact"      τ = τ_i of `_log_class_share`: W times the mean over true negatives as q defines
-                 it. That mean is at most the largest e^s. The floor, which also stands where
-                 τ_i ≥ 1, is the published mean for uniform weights: hard weights raise a mean. It
-                 needs positives that are samples of the class, four or more, and t ≥ 0.3.
-                 Ref: [1], q_β⁻"""
-    settings = tau_plus, temperature, log_w_pos, log_total, debias
-    rest, clamped = _debiased(pos, neg, log_w, *settings)
-    if _may_read(clamped) and 2 * clamped.sum() > len(clamped):
-        message = "debiasing: the floor binds for most anchors: raise temperature or lower tau_plus"
-        warnings.warn(message, stacklevel=2)
-    return rest
-
-
-def _debiased(
-    pos, neg, log_w, tau_plus, temperature, log_w_pos, log_total=None, debias="published"
-):
-    """Compute `debiased` (A,), and where nothing is left, or, as published, less than the floor."""
-    log_all = log_sum(neg, log_w)
-    if tau_plus == 0:
-        return log_all, torch.zeros_like(log_all, dtype=torch.bool)
-    if log_total is None:
-        log_total = log_sum(log_w)
-    if log_w_pos is None:
-        log_positive = log_sum(pos) - math.log(pos.shape[1])  # log E⁺
-    else:
-        log_positive = log_sum(pos, log_w_pos) - log_sum(log_w_pos)
-    log_tau = math.log(tau_plus)
-    log_others = math.log1p(-tau_plus)
-    floor = log_total - 1 / temperature
-    if debias == "exact":
-        plain, plain_pos = uniform(neg), uniform(pos)
-        if log_w_pos is None:
-            log_w_pos = plain_pos
-        log_tau = _log_class_share(pos, neg, log_w, log_w_pos, tau_plus)
-        log_others = _log_difference(0, log_tau)
-        published, _ = _debiased(pos, neg, plain, tau_plus, temperature, plain_pos)
-        floor = published + log_total - log_sum(plain)  # the same mean, with W for N
-    log_false = log_total + log_tau + log_positive
-    rest = _log_difference(log_all, log_false) - log_others
-    nothing_left = log_false >= log_all
-    if debias == "exact":
-        nothing_left |= log_tau >= 0
-        rest = torch.minimum(rest, neg.amax(-1) + log_total).maximum(floor)
-    clamped = (nothing_left | (rest < floor)) & (log_all > _MASKED)  # not without negatives
-    return torch.where(clamped, floor, rest), clamped
-
-
-def _log_class_share(pos, neg, log_w, log_w_pos, tau_plus):
-    """Compute log τ_i (A,), τ_i the share of all weight that the anchor's class has.
-        τ_i = τ⁺ (1/M Σ_m w⁺_m) / (1/N Σ_j w_j),     w⁺ and w by one function of the logit
-    At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
-    log_mean = log_sum(log_w) - log_sum(uniform(neg))
-    log_mean_pos = log_sum(log_w_pos) - log_sum(uniform(pos))
-    return math.log(tau_plus) + log_mean_pos - log_mean
-
-
-def _log_difference(x, y):
-    """Compute log(e^x − e^y); where nothing is left, a finite number."""
-    gap = y - x
-    return x + torch.log(-torch.expm1(gap.masked_fill(gap >= 0, -1)))
-
-
-def nce(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
-    """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + e^{debiased}) ).
-    pos, neg are logits; 0 for an anchor without negatives. Several positives are pooled inside the
-    logarithm; [1] Eq. 2 averages outside. Limits, for one positive and uniform weights: t → 0 of
-    t · nce is half `triplet` on `hardest`; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`/(1 − τ⁺).
-    Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
-    log_negatives = debiased(pos, neg, log_w, **debiasing)
-    return -F.logsigmoid(log_sum(pos) - log_negatives)
-
-
-def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
-    """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    [4] has a factor λ before the sum; here it is 1/N, 1/⌈αN⌉ for `top`, as in the limit t → ∞ of
-    `nce`. An anchor without negatives keeps its first term.
-    Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
-    return _weighted_mean(neg, log_w) - pos.mean(-1)
-
-
-def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
-    """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    pos, neg are cosines: the difference is 2 (cos_j − cos_m).
-    Ref: [2] IV; at η = 0 on `hardest` weights it is twice [4] Eq. 6"""
-    differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
-    hinges = F.relu(2 * differences + margin)
-    return _weighted_mean(hinges, log_w[:, None]).mean(1)
-
-
-def _weighted_mean(x, log_w):
-    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension, 0 without a candidate."""
-    w = torch.softmax(log_w.clamp_min(_NONE), -1)  # clamp: a row of −∞ alone would give NaN
-    dropped = (log_w < _MASKED) | (x < _MASKED)  # False for NaN, which has to show
-    return (w * x.masked_fill(dropped, 0)).sum(-1)
-
-
-def ppcl(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
-    """Compute the partially pseudo-labelled loss, a mean over positives of log shares.
-        −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + e^{debiased}) )
-    pos (−∞ for an anchor with fewer positives), neg are logits. It is `nce` + logsumexp_m p_m −
-    mean_m p_m: `nce` itself for one positive. Ref: [3] Eq. 8"""
-    is_positive = pos > -INF
-    mean = pos.masked_fill(~is_positive, 0).sum(-1) / is_positive.sum(-1)
-    pooled = nce(pos, neg, log_w, **debiasing)
-    return pooled + log_sum(pos) - mean
-
-
-def decoupled(pos: Tensor, neg: Tensor, log_w: Tensor, **debiasing) -> Tensor:
-    """Compute `nce` without positives in the denominator: debiased − log Σ_m e^{p_m}.
-    pos, neg are logits; 0 for an anchor without negatives. Unlike in `nce`, an easy positive does
-    not shrink the gradient. Let D(t) be this loss with one positive, uniform weights, τ⁺ = 0. Then
-    `nce` at τ⁺ = 1/(N + 1) is D(t) + log(1 + 1/N), and D with `tilted` weights instead is
-    D(t/(1 + β)) − D(t/β) + log N. Ref: [12] Eq. 6"""
-    log_negatives = debiased(pos, neg, log_w, **debiasing)
-    return (log_negatives - log_sum(pos)).masked_fill(log_negatives < _MASKED, 0)
-
-
-# ---- 3. The loss -------------------------------------------------------------------------------
-
-WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
-OBJECTIVES = ("nce", "simple", "triplet", "ppcl", "decoupled")
-ON_COSINES = ("simple", "triplet")  # the other objectives act on logits
-DEBIASED = ("nce", "ppcl", "decoupled")  # these have τ⁺
-EXACTLY_DEBIASED = ("uniform", "tilted", "hardest", "top")  # their positives have weights, too
-PRESETS = {  # loss: weights, objective, tau_plus
-    "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
-    "debiased": ("uniform", "nce", 0.1),  # [1] at β = 0
-    "hcl": ("tilted", "nce", 0.1),  # [1] Eq. 2
-    "ot": ("transported", "nce", 0.0),  # [2] Eq. 5, 8
-    "hard": ("top", "nce", 0.0),  # [4] Eq. 9
-    "simple": ("uniform", "simple", 0.0),  # [4] Eq. 3; [2] Eq. 9
-    "hard-simple": ("top", "simple", 0.0),  # [4] Table 1, HardSimple
-    "triplet": ("hardest", "triplet", 0.0),  # [2] IV; [4] Eq. 6
-    "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
-    "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
+PRESETS = {  # loss: weights, objective
+    "simclr": ("uniform", "nce"),  # [6]; [4] Eq. 1
+    "debiased": ("uniform", "nce"),  # [1] at β = 0: simclr, but with a τ⁺ by default
+    "hcl": ("tilted", "nce"),  # [1] Eq. 2, with a τ⁺ by default
+    "ot": ("transported", "nce"),  # [2] Eq. 5, 8
+    "hard": ("top", "nce"),  # [4] Eq. 9
+    "simple": ("uniform", "simple"),  # [4] Eq. 3; [2] Eq. 9
+    "hard-simple": ("top", "simple"),  # [4] Table 1, HardSimple
+    "triplet": ("hardest", "triplet"),  # [2] IV; [4] Eq. 6
+    "ppcl": ("uniform", "ppcl"),  # [3] Eq. 8
+    "supcon": ("uniform", "ppcl"),  # another name of ppcl
 }
-PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`
+PAPERS = {  # the papers' settings on CIFAR-10: ContrastiveLoss("hcl", **PAPERS["hcl"])
+    "simclr": {"temperature": 0.5},  # [6] App. B.9
+    "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, as the next
+    "hcl": {"temperature": 0.5, "tau_plus": 0.1, "beta": 1.0},
+    "ot": {"temperature": 0.5, "epsilon": 0.5},  # [2] Table II; its temperature is that of [1]
+    "hard": {"temperature": 1.0, "alpha": 0.0819},  # [4] Table 1: 4095 of 49 999
+    "hard-simple": {"alpha": 0.0819},
+    "ppcl": {"temperature": 0.5},  # [3] prints none
+}
+
+
+class Options(TypedDict, total=False):
+    """What a loss can be told. Beside its type, each option has its default and what it may be: one
+    of some names, or a number in [from, to].
+
+    loss            a row of PRESETS
+    weights         of candidates; None: those of the loss. Or a function: logits (a, N) → log
+                    weights. It is called on the logits of positives (a, M), too, where τ⁺ > 0 and
+                    there are several. Candidates that do not count have logits of −1e30
+    objective       None: that of the loss. Or a function: logits (a, M) of positives, logits (a, N)
+                    and log weights (a, N) of candidates → losses (a,)
+    temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned. Its value
+                    is checked on a CPU, but neither on a GPU nor in compiled code
+    tau_plus        τ⁺ of nce, ppcl and decoupled; a function as objective ignores it. None: for
+                    hcl and debiased 1 / (N_i + 1), of each anchor's own N_i, for other losses 0
+    beta            β of tilted
+    alpha           α of top
+    epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
+    margin          η of triplet
+    absolute_margin, relative_margin   drop likely false negatives: a candidate stays if its cosine
+                    is at most c − absolute_margin and at most c − relative_margin · |c|, c the
+                    anchor's largest positive cosine; None: all stay
+    normalize       project rows to the unit sphere first; if False, they must have unit norm
+    detach_weights  no gradient through the weights. None: True for transported, as in the authors'
+                    code, else False
+    debias          how τ⁺ is used: see `published` and `exact`. "exact" is for weights uniform,
+                    tilted, top and hardest, and for objectives nce, ppcl and decoupled
+    reduction       "none": one value for each anchor
+    block_size      anchors in a block; it changes results by rounding alone. None: at once up to
+                    2^18 pairs on a CPU and 2^24 on a GPU, else in blocks. 0: at once, and so always
+                    for negatives (B, K, D). What is computed in blocks needs memory that grows like
+                    A + N, but for a gradient through a coupling, and is not differentiated twice"""
+
+    loss: Annotated[str, "simclr", PRESETS]
+    weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
+    objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
+    temperature: Annotated[float | Tensor, 0.1, [1e-6, 1e6]]
+    tau_plus: Annotated[float | None, None, [0, 0.999]]
+    beta: Annotated[float, 0.5, [0, 1e8]]
+    alpha: Annotated[float, 0.3, [1e-9, 1]]
+    epsilon: Annotated[float, 0.2, [1e-9, 1e9]]
+    cost: Annotated[Literal["sqeuclidean", "exp"], "sqeuclidean", ("sqeuclidean", "exp")]
+    kappa: Annotated[float, 0.0, [-99, 99]]
+    margin: Annotated[float, 0.0, [0, 1e9]]
+    absolute_margin: Annotated[float | None, None, [-9, 9]]
+    relative_margin: Annotated[float | None, None, [-9, 9]]
+    normalize: Annotated[bool, True, (True, False)]
+    detach_weights: Annotated[bool | None, None, (True, False)]
+    debias: Annotated[Literal["published", "exact"], "published", ("published", "exact")]
+    reduction: Annotated[Literal["mean", "sum", "none"], "mean", ("mean", "sum", "none")]
+    block_size: Annotated[int | None, None, [0, 2**40]]
+
+
+class Call(Options, total=False):
+    """What a call can be given: options, and what `contrastive_loss` explains."""
+
+    negatives: Tensor | None
+    positive_index: Tensor | None
+    negative_mask: Tensor | None
+    labels: Tensor | None
+    group: distributed.ProcessGroup | None
+
+
+@overload
+def contrastive_loss(
+    *views: Tensor, return_stats: Literal[False] = False, **call: Unpack[Call]
+) -> Tensor: ...
+
+
+@overload
+def contrastive_loss(
+    *views: Tensor, return_stats: Literal[True], **call: Unpack[Call]
+) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 def contrastive_loss(
-    *views: Tensor,
-    negatives: Tensor | None = None,
-    positive_index: Tensor | None = None,
-    negative_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    group: distributed.ProcessGroup | None = None,
-    return_stats: bool = False,
+    *views,
+    negatives=None,
+    positive_index=None,
+    negative_mask=None,
+    labels=None,
+    group=None,
+    return_stats=False,
     **options,
-) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+):
     """Compute any of the losses, on two or more views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
 
@@ -470,340 +213,634 @@ def contrastive_loss(
                     negatives (K, D): (B + K,), the last K of its rows
     group           a torch.distributed process group: the candidates are the views of every rank;
                     `negatives` are as passed, see `gather`. All ranks call together, with views of
-                    one shape. The value is that of one process on all views, and so is the gradient
-                    once DDP has averaged it
-    return_stats    also return a dict, of the first 2^20 pairs: `clamped`, the share of anchors
-                    where debiasing leaves nothing, or, as published, less than its floor; `ess`,
-                    (Σw)²/Σw² as a share of N; `positive` and `negative`, mean cosines;
-                    `temperature_effective`, the t at which `simclr` would spread its gradient over
-                    an anchor's negatives with the same entropy as this loss, the weights held
-                    and all hinges of `triplet` active: a geometric mean over ⌊2^14/N⌋ anchors, at
-                    least one; with exact debiasing `share`, the mean τ_i
-
-    The options are the fields of `Options`, with these defaults:
-
-    loss="simclr"   a row of PRESETS; `weights`, `objective` and `tau_plus` override its parts
-    weights         of WEIGHTS, or a function: logits (a, N), −∞ for no candidate → log weights;
-                    with τ⁺ > 0 and several positives it is called on their logits (a, M), too.
-                    Where its gradient is not finite at −∞, it has to clamp the logits first
-    objective       of OBJECTIVES, or a function: logits (a, M), (a, N), log weights (a, N) → (a,);
-                    an anchor without candidates has a row of −1e30
-    tau_plus        τ⁺ in [0, 1), of nce, ppcl and decoupled; a function as objective ignores it
-    temperature=0.5  t > 0, divides cosines; a 0-d tensor that requires a gradient is learned. Its
-                    value is checked on a CPU, but neither on a GPU nor in compiled code
-    beta=1.0        β ≥ 0, of tilted; multiplies cos/t
-    alpha=0.1       of top: the share of nearest candidates kept, in (0, 1]
-    epsilon=0.3, cost="sqeuclidean", kappa=0.0   of transported: ε > 0 in the unit of the cost,
-                    "sqeuclidean" or "exp", κ of "exp"
-    margin=0.0      η ≥ 0 of triplet
-    absolute_margin, relative_margin   drop likely false negatives: a candidate stays if its cosine
-                    is at most c − absolute_margin and at most c − relative_margin · |c|, c the
-                    anchor's largest positive cosine; None: all stay
-    margin_columns  how many of the first rows of `negatives` the margins look at; the others,
-                    picked by hand, stay. None: all
-    normalize=True  project rows to the unit sphere first; if False, they must have unit norm
-    detach_weights  True: no gradient through the weights. None: True for transported, as in the
-                    authors' code, else False
-    debias="published"   how the false negatives of τ⁺ are subtracted, see `debiased`; "exact" for
-                    weights uniform, tilted, top or hardest
-    reduction="mean"  "mean", "sum", or "none": one value for each anchor
-    block_size      anchors in a block; it changes results by rounding alone. None: an ordinary
-                    batch (2^18 pairs on a CPU, 2^24 on a GPU) at once, a larger one in blocks, in
-                    memory that grows like A + N, and not to be differentiated twice. 0, and always
-                    for negatives (B, K, D): at once. For "none" and for functions a backward pass
-                    computes each block again
+                    one shape. A mean or sum is that of one process on all views, and so is its
+                    gradient once DDP has averaged it; "none" gives this process's anchors
+    return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, the share of
+                    anchors where debiasing leaves nothing, or no more than its floor; `ess`,
+                    (Σw)²/Σw² as a share of N_i; `positive` and `negative`, mean cosines; `spread`,
+                    the standard deviation of the cosines of an anchor's negatives: spread / t says
+                    how hard a loss is; `candidates`, the mean N_i; with exact debiasing `share`,
+                    the mean τ_i
 
     Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
     options that weights and objective do not have. Raises ValueError that names the invalid
-    argument, on a CPU also for embeddings that are not finite.
-    Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
-    options = _options_of("contrastive_loss", options)
-    _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options)
+    argument, on a CPU also for embeddings that are not finite; TypeError for an unknown option.
+    Cost: A·N·D; `transported` adds A·N or 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
+    options = settle(options)
+    _check_call(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
-        pairs = _pair(views, negatives, positive_index, negative_mask, labels, group, options)
-        potential = None
-        if options.weights == "transported":  # the coupling is of all anchors: before the blocks
-            potential = _potential(pairs, group, options)
-        value = _evaluate(pairs, options, potential)
-        if group is not None and options.reduction != "none":
-            value = _as_one_process(value, options.reduction, group)
+        pairs = _line_up(views, negatives, positive_index, negative_mask, labels, group, options)
+        potential = _potential(pairs, group, options)
+        value = _evaluate(pairs, potential, options)
+        if group is not None and options["reduction"] != "none":
+            value = _as_one_process(value, options["reduction"], group)
         if _may_read(value):  # also if the value is finite: a masked NaN shows in the gradient
-            _check_finite(views, negatives)
+            _check_finite(*views, negatives=negatives)
         if return_stats:
-            return value, _statistics(pairs, options, potential, group)
+            return value, _statistics(pairs, potential, options)
         return value
 
 
-class _Pairs(NamedTuple):
-    """Hold the anchors, and who could be a negative of each."""
-
-    anchors: Tensor  # (A, D), divided by t where the objective acts on logits
-    candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
-    pos: Tensor  # (A, M), products of anchors and positives
-    own: Tensor  # (A, any number), columns that show the anchor's own sample
-    mask: Tensor | None  # (A, N), True where a candidate may be a negative
-    labels: Tensor | None  # (A,)
-    candidate_labels: Tensor | None  # (N,)
-    t: float | Tensor
-
-    def of(self, rows: slice) -> _Pairs:
-        """Take some anchors."""
-        names = list(PER_ANCHOR)
-        if self.candidates.ndim == 3:
-            names.append("candidates")
-        taken = {name: getattr(self, name) for name in names}
-        return self._replace(**{name: x if x is None else x[rows] for name, x in taken.items()})
-
-    def products(self, out: Tensor | None = None) -> Tensor:
-        """Multiply anchors (a, D) with their candidates (N, D) or (a, N, D) → (a, N).
-        out: memory for the products with candidates (N, D)."""
-        if self.candidates.ndim == 2:
-            return torch.mm(self.anchors, self.candidates.T, out=out)
-        return torch.einsum("ad,and->an", self.anchors, self.candidates)
+contrastive_loss.__doc__ += f"\n\n{Options.__doc__}"
 
 
 class _Answers(NamedTuple):
     """Hold what the three questions give, for some anchors."""
 
     losses: Tensor  # (a,)
-    pos: Tensor  # (a, M), logits, or cosines of simple and triplet; −∞ where there is no positive
-    neg: Tensor  # (a, N), the same; −∞ where the candidate is no negative
+    pos: Tensor  # logits (a, M)
+    neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
-    debiasing: dict  # options of `debiased`
+    clamped: Tensor  # (a,), True where the floor of debiasing holds
+    log_share: Tensor | None  # (a,), log τ_i of exact debiasing
 
 
-def answer(pairs: _Pairs, neg: Tensor, options: Options, potential: Tensor | None) -> _Answers:
+def answer(pairs: _Pairs, potential: Tensor, options: Options) -> _Answers:
     """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
-    neg (a, N): their products with the candidates. In it, those of no negatives become −∞."""
+    pairs: their embeddings, and who they are compared with; potential (N,): of transported."""
     # 1. Who could be a negative?
-    pos, log_n = _who_(neg, pairs, options)  # (a, M); (a,), or one number for all anchors
+    pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i: (a,), or () if equal
 
     # 2. How much does each one count?
-    t, log_w_pos = pairs.t, None
-    through_weights = torch.is_grad_enabled() and not options.detach_weights
+    through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
-        logits = _logits(neg, t, options)
-        log_w = weigh(logits, options, t, log_n, potential)
-        if options.debias == "exact":
-            log_w_pos = weigh_alike(pos, logits, log_w, options)
-        elif options.tau_plus > 0 and pos.shape[1] > 1:  # the positives, by the same rule
-            log_w_pos = weigh(pos, options, t, potential=0.0)  # they are no columns of a coupling
+        log_w, log_w_pos = weigh(pos, neg, log_n, potential, pairs.t, options)  # (a, N), (a, M)
 
     # 3. What is done with them?
-    if options.weights == "top" or callable(options.weights):
-        log_n = None  # the weights are not of mean 1: their sum is not N
-    debiasing = {"tau_plus": options.tau_plus, "temperature": t, "debias": options.debias}
-    debiasing |= {"log_w_pos": log_w_pos, "log_total": log_n}
-    losses = _judge(pos, neg, log_w, debiasing, options)
-    return _Answers(losses, pos, neg, log_w, debiasing)
-
-
-def _who_(neg, pairs, options):
-    """Answer question 1: mask the products (a, N) → those with positives (a, M), and log N_i."""
-    pos = pairs.pos
-    if options.objective == "ppcl" and pairs.labels is not None:
-        pos = _add_labelled(pos, neg, pairs)
-    return pos, _exclude_(neg, pos, pairs, options)
-
-
-def _logits(neg, t, options):
-    """Divide cosines by t for a rule that looks at more than their order."""
-    if options.objective not in ON_COSINES or options.weights in ("uniform", "hardest", "top"):
-        return neg
-    is_candidate = neg > _MASKED
-    logits = neg.masked_fill(~is_candidate, 0) / t  # t's gradient would be 0 · ∞
-    return torch.where(is_candidate, logits, neg)
-
-
-def _judge(pos, neg, log_w, debiasing, options):
-    """Answer question 3 by the options: the losses (a,) of the objective."""
-    if callable(options.objective):
-        losses = options.objective(pos, neg.masked_fill(log_w == -INF, -INF), log_w)
+    objective, t = options["objective"], pairs.t
+    clamped, log_share = torch.zeros_like(pos[:, 0], dtype=torch.bool), None
+    if callable(objective):
+        losses = objective(pos, neg.masked_fill(log_w < FAR, MASKED), log_w)
         _check_result("objective", losses, neg.shape[:1])
-        return losses
-    if options.objective == "simple":
-        return simple(pos, neg, log_w)
-    if options.objective == "triplet":
-        return triplet(pos, neg, log_w, options.margin)
-    objective = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}[options.objective]
-    return objective(pos, neg, log_w, **debiasing)
-
-
-def _pair(views, negatives, positive_index, negative_mask, labels, group, options):
-    """Line up the anchors of a batch, their positives and their candidates."""
-    dtypes = [view.dtype for view in views]
-    if negatives is not None:
-        dtypes.append(negatives.dtype)
-    dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-    z = torch.cat(views).to(dtype)  # (V·B, D)
-    if options.normalize:
-        z = unit(z)
-    t = options.temperature
-    if torch.is_tensor(t):  # as the embeddings: 16 bits are too few for its gradient
-        t = t.to(z)
-    if labels is not None:
-        labels = torch.as_tensor(labels, device=z.device)
-    if negatives is None:
-        lined_up = _line_up_batch(z, len(views), labels, group)
+    elif objective == "simple":
+        losses = simple(t * pos, t * neg, log_w)
+    elif objective == "triplet":
+        losses = triplet(t * pos, t * neg, log_w, options["margin"])
     else:
-        negatives = negatives.to(dtype)
-        if options.normalize:
-            negatives = unit(negatives)
-        lined_up = _line_up_given(z, len(views), negatives, positive_index, labels)
-    anchors, positives, candidates, own, labels, candidate_labels = lined_up
-    if negative_mask is not None:
-        mask = torch.as_tensor(negative_mask, device=z.device)
-        negative_mask = mask.expand(len(anchors), -1)
-    if options.objective not in ON_COSINES:
-        anchors = anchors / t  # a learned t gets gradients here and in `answer`
-    pos = torch.einsum("ad,amd->am", anchors, positives)
-    return _Pairs(anchors, candidates, pos, own, negative_mask, labels, candidate_labels, t)
-
-
-def _line_up_batch(z, v, labels, group):
-    """Take all rows of v views, z (V·B, D), as anchors, and those of all ranks as candidates."""
-    b = len(z) // v
-    # row i + k·B, counted around the end, shows the sample of row i, k views later
-    positives = torch.stack([z.roll(-k * b, 0) for k in range(1, v)], 1)  # (A, M, D)
-    first = 0 if group is None else distributed.get_rank(group) * len(z)
-    columns = torch.arange(first, first + len(z), device=z.device)
-    own = columns.view(v, b).T.repeat(v, 1)  # (A, V)
-    if labels is not None:
-        labels = labels.repeat(v)
-    return z, positives, gather(z, group), own, labels, gather(labels, group)
-
-
-def _line_up_given(z, v, negatives, positive_index, labels):
-    """Take the rows of the first view as anchors, and given rows as candidates."""
-    b = len(z) // v
-    positives = z[b:].view(v - 1, b, -1).transpose(0, 1)  # (A, M, D)
-    own = torch.empty(b, 0, dtype=torch.long, device=z.device)
-    if positive_index is not None:
-        own = torch.as_tensor(positive_index, device=z.device).long()[:, None]
-    if labels is None:
-        return z[:b], positives, negatives, own, None, None
-    return z[:b], positives, negatives, own, labels[:b], labels[b:]
-
-
-def _add_labelled(pos, neg, pairs):
-    """Add candidates of the anchor's label to its positives: (a, M + N), −∞ for the others."""
-    others = pairs.labels[:, None] != pairs.candidate_labels
-    others.scatter_(1, pairs.own, True)
-    return torch.cat([pos, neg.masked_fill(others, -INF)], 1)
-
-
-@torch.no_grad()
-def _exclude_(neg, pos, pairs, options):
-    """Write −∞ into products (a, N) where the candidate is no negative; return log N_i.
-    No gradient is stopped by this: where neg is −∞, its gradient is 0. An anchor without candidates
-    gets a row of _NONE."""
-    neg.scatter_(1, pairs.own, -INF)
-    count = neg.shape[1] - pairs.own.shape[1]
-    filters = [pairs.mask, pairs.labels, options.absolute_margin, options.relative_margin]
-    if count > 0 and all(x is None for x in filters):
-        return math.log(count)
-    if pairs.mask is not None:
-        neg.masked_fill_(~pairs.mask, -INF)
-    if pairs.labels is not None:
-        neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, -INF)
-    margins = options.absolute_margin, options.relative_margin
-    if margins != (None, None):
-        t = 1 if options.objective in ON_COSINES else pairs.t
-        filtered = neg[:, : options.margin_columns]
-        limit = _limit(pos.amax(1, keepdim=True), *margins, t)
-        filtered.masked_fill_(filtered > limit, -INF)
-    counts = (neg > -INF).sum(1)
-    neg.masked_fill_((counts == 0)[:, None], _NONE)
-    return counts.to(neg.dtype).log().clamp_min(_NONE)
+        found = _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options)
+        log_negatives, clamped, log_share = found
+        _warn_of_the_floor(clamped, options)
+        losses = OF_LOGITS[objective](pos, log_negatives)
+    return _Answers(losses, pos, neg, log_w, clamped, log_share)
 
 
 class ContrastiveLoss(nn.Module):
-    """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=0.5)(view_1, view_2).
+    """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
 
     Options of a call override those given here. An nn.Parameter as temperature is learned, and so
     are the parameters of an nn.Module as weights or objective. In other libraries, ContrastiveLoss
     is the loss of pairs with a margin by Hadsell et al."""
 
-    def __init__(self, loss: str = "simclr", **options):
+    def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        settings = {name: x for name, x in self.given.items() if name not in PER_CALL}
-        # A call takes `given` and the temperature. The others are to be read; of an nn.Module, the
-        # parameters are this module's, too.
-        self.options = _options_of("ContrastiveLoss", settings)
-        self.temperature = self.options.temperature  # a number, or this module's parameter
-        self.weights = self.options.weights
-        self.objective = self.options.objective
+        self.options = settle(self.given)  # to be read: a call takes what was given
+        self.learned = []
+        for name, value in self.given.items():
+            if isinstance(value, (nn.Parameter, nn.Module)):
+                setattr(self, name, value)  # so that it is trained, moved and saved
+                self.learned.append(name)
 
-    def forward(self, *views: Tensor, **options) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, *views: Tensor, **call: Unpack[Call]):
         """Compute the loss of the views, with the module's options and those given here."""
-        settings = {**self.given, "temperature": self.temperature, **options}
-        return contrastive_loss(*views, **settings)
+        learned = {name: getattr(self, name) for name in self.learned}
+        return contrastive_loss(*views, **{**self.given, **learned, **call})
 
     def extra_repr(self) -> str:
-        """Show the loss, its parts and the options given."""
-        parts = {name: getattr(self.options, name) for name in ("weights", "objective", "tau_plus")}
-        shown = self.given | parts | {"temperature": self.temperature}
-        if torch.is_tensor(self.temperature):
-            shown["temperature"] = f"{self.temperature.item():g}, learned"
-        words = [repr(shown.pop("loss"))]
-        words += [f"{name}={value}" for name, value in shown.items()]
-        return ", ".join(words)
+        """Show the options given."""
+        shown = self.given | dict.fromkeys(self.learned, "learned")
+        return ", ".join(f"{name}={value}" for name, value in shown.items())
+
+
+ContrastiveLoss.__doc__ += f"\n\n{Options.__doc__}"
+
+
+# ---- 2. Weights: how much does each candidate count? -------------------------------------------
+# A rule maps logits (A, N) to log weights (A, N). For tilted, hardest and transported a constant of
+# the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
+# by hand: edit it, and training follows at every batch size. To add a rule: a function here, its
+# name in WEIGHTS, and in OF_MEAN_ONE if its mean shall be 1, its call in `log_weights`, its options
+# in Options. Or pass the function itself: contrastive_loss(x, y, weights=my_rule).
+
+WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
+OF_MEAN_ONE = ("tilted", "hardest", "transported")  # `weigh` makes them so
+EXACTLY_DEBIASED = ("uniform", "tilted", "hardest", "top")  # a positive's weight is known, too
+
+# What does not count has a logit, or a log weight, of MASKED. e^MASKED is 0, and unlike −∞ it has
+# no NaN around it: 0 · MASKED and MASKED − MASKED are 0. After arithmetic, a logit below FAR is
+# taken for a masked one.
+MASKED, FAR = -1e30, -1e20
+
+
+def uniform(logits: Tensor) -> Tensor:
+    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
+    # hardshrink gives 0 from −1e20 to 1e20, and what it gets beyond: masked stays masked. It is one
+    # pass over the matrix; a boolean mask and a fill take eight times as long
+    return F.hardshrink(logits.detach(), -FAR)
+
+
+def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
+    """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
+    With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
+    Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
+    gradients in the shares of `uniform` at t/(1 + β).
+    Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
+    if beta < 1e-15:  # then β · MASKED would not be far enough, and β s is less than rounding
+        return uniform(logits)
+    return beta * logits
+
+
+def hardest(logits: Tensor, others: Tensor | None = None) -> Tensor:
+    """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik.
+    With mean 1 its weight is N; ties share it. others: logits to weigh by the same threshold. It is
+    `tilted` at β → ∞. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    nearest = logits.detach().amax(-1, keepdim=True)
+    return _from(nearest, logits if others is None else others)
+
+
+def top(logits: Tensor, alpha: float = 0.3, others: Tensor | None = None) -> Tensor:
+    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α).
+    alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
+    candidates. One is kept at least, and so is what ties with the last. For the k nearest, take
+    alpha = k / N. others: logits to weigh by the same threshold. The weight of those that are
+    dropped is not redistributed: w is 0 or 1, its mean ⌈αN⌉/N or more.
+    Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
+    billionths = int(alpha * 10**9)  # whole numbers: 0.07 · 100 exceeds 7, and its ceiling is 8
+    most = -(-logits.shape[-1] * billionths // 10**9)
+    n = (logits > FAR).sum(-1, keepdim=True)
+    kept = (-(-n * billionths // 10**9)).clamp_min(1)
+    nearest = logits.detach().topk(max(1, most)).values
+    return _from(nearest.gather(-1, kept - 1), logits if others is None else others)
+
+
+def _from(threshold, logits):
+    """Give weight 1 to the logits from a threshold on."""
+    return uniform(logits).masked_fill(logits < threshold, MASKED)
+
+
+def log_weights(x, logits, potential, t, options):
+    """Weigh logits x by the rule of the options, up to a constant of the anchor.
+    x are logits (A, N) of candidates, or those of positives (A, M). potential, t: of transported"""
+    rule = options["weights"]
+    if rule == "uniform":
+        return uniform(x)
+    if rule == "tilted":
+        return tilted(x, options["beta"])
+    if rule == "hardest":
+        return hardest(logits, x)
+    if rule == "top":
+        return top(logits, options["alpha"], x)
+    if rule == "transported":
+        coupling = options["epsilon"], options["cost"], options["kappa"]
+        return transported(x, potential, t, *coupling)
+    log_w = rule(x)
+    _check_result("weights", log_w, x.shape)
+    return log_w.masked_fill(x < FAR, MASKED).clamp_min(MASKED)  # −∞ is masked, too
+
+
+def weigh(pos, neg, log_n, potential, t, options):
+    """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
+    Uniform, tilted, hardest and transported weights get mean 1 over the candidates: their sum then
+    compares with that of N plain ones. `top` keeps 0 or 1, and a function what it returns.
+    Positives are weighed by the same function of the logit, but without a potential."""
+    log_w, log_w_pos = log_weights(neg, neg, potential, t, options), uniform(pos)
+    weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
+    if options["tau_plus"] != 0 and weighs_positives:
+        log_w_pos = log_weights(pos, neg, pos.new_zeros(()), t, options)
+    if options["weights"] in OF_MEAN_ONE:
+        heaviest = log_w.amax(-1, keepdim=True)
+        log_w = torch.log_softmax(log_w, -1) + log_n[..., None]
+        log_w_pos = log_w_pos - heaviest + log_w.amax(-1, keepdim=True)
+    return log_w, log_w_pos
+
+
+# ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
+# pos are logits (A, M) of positives, neg logits (A, N) of candidates. `nce`, `ppcl` and `decoupled`
+# see the negatives as one number, log_negatives (A,): the log of their weighted sum of e^s,
+# debiased. `simple` and `triplet` act on cosines.
+
+
+def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
+    """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
+    0 for an anchor without negatives. Several positives are pooled inside the logarithm; [1] Eq. 2
+    averages outside. Limits, for one positive, uniform weights, τ⁺ = 0: t → 0 of t · nce is half
+    `triplet` on `hardest`; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
+    Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
+    return -F.logsigmoid(log_sum(pos) - log_negatives)
+
+
+def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
+    """Compute the partially pseudo-labelled loss, a mean over positives of log shares.
+        −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + negatives) )
+    pos is MASKED where an anchor has fewer positives. It is `nce` + logsumexp_m p_m − mean_m p_m:
+    `nce` itself for one positive. Ref: [3] Eq. 8"""
+    is_positive = pos > FAR
+    mean = pos.masked_fill(~is_positive, 0).sum(-1) / is_positive.sum(-1)
+    return nce(pos, log_negatives) + log_sum(pos) - mean
+
+
+def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
+    """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
+    0 for an anchor without negatives. Unlike in `nce`, an easy positive does not shrink the
+    gradient. Let D(t) be this loss with one positive, uniform weights, τ⁺ = 0. Where no floor
+    binds, `nce` at τ⁺ = 1/(N + 1) is D(t) + log(1 + 1/N), and D with `tilted` weights instead is
+    D(t/(1 + β)) − D(t/β) + log N. Ref: [12] Eq. 6"""
+    return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
+
+
+def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
+    """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
+    Negatives are averaged: [4] has a factor λ before their sum, here 1/N, or 1/⌈αN⌉ for `top`. An
+    anchor without negatives keeps its first term. Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
+    negative = _weighted_mean(neg, log_w)
+    return negative.masked_fill(negative < FAR, 0) - pos.mean(-1)
+
+
+def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
+    """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
+    pos, neg are cosines: the difference is 2 (cos_j − cos_m).
+    Ref: [2] IV; at η = 0 on `hardest` weights it is twice [4] Eq. 6"""
+    differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
+    hinges = F.relu(2 * differences + margin)
+    return _weighted_mean(hinges, log_w[:, None]).mean(1)
+
+
+def _weighted_mean(x, log_w):
+    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension."""
+    return (torch.softmax(log_w, -1) * x).sum(-1)
+
+
+OF_LOGITS = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}  # these have τ⁺
+OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
+
+# Some candidates are of the anchor's own class: false negatives. An anchor cannot know which, but
+# where τ⁺ says how many there are, and positives show what they look like, their expected sum can
+# be subtracted. `published` is what [1] does, `exact` what its definition of q asks for.
+
+
+def published(log_all, log_positive, log_total, tau_plus, t):
+    """Subtract the false negatives to be expected, whatever the weights.
+        log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),    W = Σ_j w_j
+
+    log_all (A,): log Σ_j w_j e^{s_j}; log_positive (A,): log E⁺, the weighted mean of e^p over
+    positives; log_total: log W; tau_plus: τ⁺, both (A,) or () → (A,), and where the floor holds.
+    No cosine is below −1, so no less than the floor can be left. There the sum is a constant, but
+    for the weights of a function.
+    For uniform weights W τ⁺ E⁺ is the expected sum over false negatives; for others the formula
+    does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)"""
+    floor = log_total - 1 / t
+    rest, nothing_left = _subtract(log_all, log_positive, log_total, tau_plus.log())
+    clamped = (nothing_left | (rest < floor)) & (log_all > FAR)  # not without negatives
+    return torch.where(clamped, floor, rest), clamped
+
+
+def exact(log_all, log_positive, log_total, log_share, least, most):
+    """Subtract the false negatives as the weights count them: W times the mean over true negatives.
+        log( (Σ_j w_j e^{s_j} − W τ_i E⁺) / (1 − τ_i) )
+
+    log_share (A,): log τ_i of `class_share`; least, most (A,): bounds of the result. Hard weights
+    raise a mean, so it is at least the published mean for uniform weights, which also stands where
+    τ_i ≥ 1; it is at most the largest e^s. It needs positives that are samples of the class, four
+    or more, and t ≥ 0.3. The other arguments and the result are those of `published`.
+    Ref: [1], q_β⁻"""
+    rest, nothing_left = _subtract(log_all, log_positive, log_total, log_share)
+    clamped = nothing_left & (log_all > FAR)
+    rest = torch.minimum(rest, most).maximum(least)
+    return torch.where(clamped, least, rest), clamped
+
+
+def class_share(pos, log_w_pos, log_n, log_total, tau_plus):
+    """Compute log τ_i (A,), τ_i the share of all weight that the anchor's class has.
+        τ_i = τ⁺ (1/M Σ_m w⁺_m) / (W / N),     w⁺ and w by one function of the logit
+    At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
+    log_mean_pos = log_sum(log_w_pos) - log_sum(uniform(pos))
+    return tau_plus.log() + log_mean_pos - log_total + log_n
+
+
+def _subtract(log_all, log_positive, log_total, log_share):
+    """Compute log( (Σ_j w_j e^{s_j} − W τ E⁺) / (1 − τ) ), and where nothing is left."""
+    log_false = log_total + log_share + log_positive
+    rest = _log_difference(log_all, log_false) - _log_difference(0, log_share)
+    return rest, (log_false >= log_all) | (log_share >= 0)
+
+
+def _log_difference(x, y):
+    """Compute log(e^x − e^y); where nothing is left, a finite number."""
+    gap = y - x
+    return x + torch.log(-torch.expm1(gap.masked_fill(gap >= 0, -1)))
+
+
+def _log_mean(pos, log_w_pos):
+    """Compute the log of the weighted mean of e^p; the plain mean if no positive has a weight."""
+    shares = torch.log_softmax(log_w_pos + uniform(pos), -1)  # absent positives get 2 · MASKED
+    return log_sum(pos, shares)
+
+
+def _warn_of_the_floor(clamped, options):
+    """Say that a given τ⁺ leaves nothing; by default the floor marks anchors that are solved."""
+    given = options["tau_plus"] not in (None, 0)
+    if given and _may_read(clamped) and 2 * clamped.sum() > len(clamped):
+        _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
+
+
+def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
+    """Compute the log of the debiased sum (A,), where its floor holds, and log τ_i."""
+    log_all = log_sum(neg, log_w)
+    clamped = torch.zeros_like(log_all, dtype=torch.bool)
+    if options["tau_plus"] == 0:
+        return log_all, clamped, log_all
+    if options["tau_plus"] is None:
+        tau_plus = 1 / (1 + log_n.exp())
+    else:
+        tau_plus = torch.full_like(log_n, options["tau_plus"])
+    of_mean_one = options["weights"] in ("uniform", *OF_MEAN_ONE)
+    log_total = log_n if of_mean_one else log_sum(log_w)
+    log_positive = _log_mean(pos, log_w_pos)
+    if options["debias"] == "published":
+        rest, clamped = published(log_all, log_positive, log_total, tau_plus, t)
+        return rest, clamped, log_all
+    plain, _ = published(log_sum(neg), _log_mean(pos, uniform(pos)), log_n, tau_plus, t)
+    least = plain - log_n + log_total
+    most = neg.amax(-1) + log_total
+    log_share = class_share(pos, log_w_pos, log_n, log_total, tau_plus)
+    rest, clamped = exact(log_all, log_positive, log_total, log_share, least, most)
+    return rest, clamped, log_share
+
+
+# ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
+
+
+class _Pairs(NamedTuple):
+    """Hold the anchors, and who could be a negative of each."""
+
+    anchors: Tensor  # (A, D)
+    candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
+    pos: Tensor  # (A, M), cosines of anchors and positives
+    own: Tensor  # (A, any number), columns that show the anchor's own sample
+    t: float | Tensor = 1.0
+    mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
+    labels: Tensor | None = None  # (A,)
+    candidate_labels: Tensor | None = None  # (N,)
+    alike: bool = False  # the candidates are the anchors, of all ranks
+
+    def of(self, rows: slice) -> _Pairs:
+        """Take some anchors."""
+        taken = {}
+        for name in PER_ANCHOR:
+            if getattr(self, name) is not None:
+                taken[name] = getattr(self, name)[rows]
+        if self.candidates.ndim == 3:
+            taken["candidates"] = self.candidates[rows]
+        return self._replace(**taken)
+
+
+PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`
+
+
+def _line_up(views, negatives, positive_index, negative_mask, labels, group, options):
+    """Line up the anchors of a batch, their positives and their candidates."""
+    project = unit if options["normalize"] else _upcast
+    z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
+    found = {"t": options["temperature"]}
+    if torch.is_tensor(found["t"]):  # as the embeddings: 16 bits are too few for its gradient
+        found["t"] = found["t"].to(z)
+    if negatives is None:
+        anchors, candidates = z, gather(z, group)
+        # row i + k·B, counted around the end, shows the sample of row i, k views later
+        positives = [z.roll(-k * b, 0) for k in range(1, v)]
+        first = 0 if group is None else distributed.get_rank(group) * len(z)
+        columns = torch.arange(first, first + len(z), device=z.device)
+        own = columns.view(v, b).T.repeat(v, 1)  # (A, V)
+    else:
+        anchors, *positives = z.split(b)
+        candidates = project(negatives.to(z.dtype))
+        own = torch.empty(b, 0, dtype=torch.long, device=z.device)
+    if positive_index is not None:
+        own = torch.as_tensor(positive_index, device=z.device).long()[:, None]
+    if labels is not None:
+        labels = torch.as_tensor(labels, device=z.device)
+        labels, of_rows = labels[:b], labels[b:]
+        if negatives is None:
+            labels = labels.repeat(v)
+            of_rows = gather(labels, group)
+        found |= {"labels": labels, "candidate_labels": of_rows}
+    if negative_mask is not None:
+        mask = torch.as_tensor(negative_mask, device=z.device)
+        found["mask"] = mask.expand(len(anchors), -1)
+    pos = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
+    return _Pairs(anchors, candidates, pos, own, alike=negatives is None, **found)
+
+
+def _who(pairs, options):
+    """Answer question 1: logits of positives (a, M), of candidates (a, N), and log N_i.
+    This is where cosines are divided by t. A logit is MASKED where the candidate is no negative."""
+    anchors, pos = pairs.anchors / pairs.t, pairs.pos / pairs.t
+    if pairs.candidates.ndim == 2:
+        neg = anchors @ pairs.candidates.T  # (a, N)
+    else:
+        neg = torch.einsum("ad,and->an", anchors, pairs.candidates)
+    if options["objective"] == "ppcl" and pairs.labels is not None:
+        others = pairs.labels[:, None] != pairs.candidate_labels
+        others.scatter_(1, pairs.own, True)
+        pos = torch.cat([pos, neg.masked_fill(others, MASKED)], 1)  # (a, M + N)
+    return pos, neg, _mask_(neg, pos, pairs, options)
 
 
 @torch.no_grad()
-def _statistics(pairs, options, potential, group):
+def _mask_(neg, pos, pairs, options):
+    """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i: (a,), or ().
+    In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in any
+    sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0."""
+    neg.scatter_(1, pairs.own, MASKED)
+    margins = options["absolute_margin"], options["relative_margin"]
+    if all(x is None for x in (pairs.mask, pairs.labels, *margins)):
+        count = neg.shape[1] - pairs.own.shape[1]
+        return neg.new_full((), math.log(max(1, count)))
+    if pairs.mask is not None:
+        neg.masked_fill_(~pairs.mask, MASKED)
+    if pairs.labels is not None:
+        neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, MASKED)
+    if margins != (None, None):
+        nearest = pairs.t * pos.amax(1, keepdim=True)
+        neg.masked_fill_(neg > _limit(nearest, *margins) / pairs.t, MASKED)
+    counts = (neg > FAR).sum(1)
+    return counts.clamp_min(1).to(neg.dtype).log()
+
+
+def _limit(nearest_positive, absolute_margin, relative_margin):
+    """Return the largest cosine that the margins allow a negative to have."""
+    limit = torch.full_like(nearest_positive, INF)
+    if absolute_margin is not None:
+        limit = nearest_positive - absolute_margin
+    if relative_margin is not None:
+        relative = nearest_positive - relative_margin * nearest_positive.abs()
+        limit = torch.minimum(limit, relative)
+    return limit
+
+
+@torch.no_grad()
+def _statistics(pairs, potential, options):
     """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
     some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
-    _, pos, neg, log_w, debiasing = answer(some, some.products(), options, potential)
-    t, log_push = pairs.t, neg + log_w  # of each negative, up to a constant of the anchor
-    if options.objective in ON_COSINES:
-        t, log_push = 1, log_w
-    is_negative, is_positive = neg > _MASKED, pos > -INF
+    found = answer(some, potential, options)
+    is_positive, is_negative = found.pos > FAR, found.neg > FAR
     n = is_negative.sum(1)
-    effective = torch.exp(2 * log_sum(log_w) - log_sum(2 * log_w)) / n.clamp_min(1)
-    _, clamped = _debiased(pos, neg, log_w, **debiasing)
-    parts = {  # values, and where they count
-        "clamped": (clamped, torch.ones_like(clamped)),
-        "ess": (effective, n > 0),
-        "positive": (pos * t, is_positive),
-        "negative": (neg * t, is_negative),
+    has_negatives = n > 0
+    cosines = (pairs.t * found.neg).masked_fill(~is_negative, 0)
+    mean = cosines.sum(1) / n.clamp_min(1)
+    variance = cosines.square().sum(1) / n.clamp_min(1) - mean.square()
+    log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)
+    figures = {
+        "clamped": found.clamped.to(mean.dtype).mean(),
+        "ess": _mean_where(has_negatives, log_size.exp() / n.clamp_min(1)),
+        "positive": _mean_where(is_positive, pairs.t * found.pos),
+        "negative": cosines.sum() / n.sum(),
+        "spread": _mean_where(has_negatives, variance).clamp_min(0).sqrt(),
+        "candidates": n.to(mean.dtype).mean(),
     }
-    few = slice(0, max(1, 2**14 // neg.shape[1]))
-    log_t = _log_effective_temperature((neg * t)[few], log_push[few])
-    parts["temperature_effective"] = (log_t, n[few] > 0)
-    if options.debias == "exact" and options.tau_plus > 0:
-        log_share = _log_class_share(pos, neg, log_w, debiasing["log_w_pos"], options.tau_plus)
-        parts["share"] = (log_share.exp(), n > 0)
-    sums = [torch.where(counts, x, 0).sum() for x, counts in parts.values()]
-    sums += [counts.sum() for _, counts in parts.values()]
-    sums = torch.stack([x.to(neg.dtype) for x in sums])
-    if group is not None:
-        distributed.all_reduce(sums, group=group)
-    values, counts = sums.chunk(2)
-    figures = dict(zip(parts, values / counts, strict=True))
-    figures["temperature_effective"].exp_()  # a geometric mean
+    if options["debias"] == "exact" and options["tau_plus"] != 0:
+        figures["share"] = _mean_where(has_negatives, found.log_share.exp())
     return figures
 
 
-def _log_effective_temperature(cosines, log_push):
-    """Find the log of the t at which softmax(cos/t) has the entropy of the push of each anchor.
-    The entropy rises with t, so bisection finds it, between e^−10 and e^10."""
-    wanted = _entropy(log_push)
-    low, high = torch.full_like(wanted, -10), torch.full_like(wanted, 10)
-    for _ in range(30):
-        middle = (low + high) / 2
-        too_low = _entropy(cosines / middle.exp()[:, None]) < wanted
-        low = torch.where(too_low, middle, low)
-        high = torch.where(too_low, high, middle)
-    return middle
+def _mean_where(counts, x):
+    return torch.where(counts, x, 0).sum() / counts.sum()
 
 
-def _entropy(x):
-    return torch.special.entr(torch.softmax(x, -1)).sum(-1)
+# ---- 5. Transport: weights that share out every candidate equally ------------------------------
 
 
-# ---- 4. Finding: which samples to take as negatives --------------------------------------------
+def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
+    """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
+    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
+    if cost == "sqeuclidean":
+        return 1 - cosines
+    return torch.exp(2 - 2 * cosines - kappa)
+
+
+def transported(
+    logits: Tensor,
+    potential: Tensor,
+    t: float | Tensor,
+    epsilon: float = 0.2,
+    cost: str = "sqeuclidean",
+    kappa: float = 0.0,
+) -> Tensor:
+    """Count near candidates, but let each candidate have the same total weight over all anchors.
+        w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
+    The total is the same if all anchors have equally many candidates. logits (A, N) are of unit
+    rows; potential: the g (N,) of `sinkhorn`; t is that of the logits, as costs are of cosines.
+    With `mean_one`, w_ij = N P*(j | i).
+    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and all columns have equally
+    many entries, as in a batch; in a bank with positives they have not. "sqeuclidean" at g = 0 is
+    `tilted` at β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
+    # a masked logit becomes a cosine of −2, as its cost could overflow; `uniform` masks it again
+    cosines = t * logits.clamp_min(-2 / t)
+    log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
+    return log_kernel.clamp_min(FAR / 10) + potential + uniform(logits)  # a high cost is no mask
+
+
+def sinkhorn(
+    log_kernel: Callable[[], Iterable[Tensor]],
+    symmetric: bool = False,
+    tolerance: float | None = None,
+    max_steps: int = 2000,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
+    log_kernel: a function that returns −C/ε (A, N) in blocks of rows, MASKED where i and j must not
+    be coupled; it is called in every step → f (A,), g (N,), error.
+
+    Let r_i(g) = log Σ_j e^{log_kernel_ij + g_j}. A step scales rows, f ← −r(g), and columns in the
+    same way. Where the kernel and its mask are `symmetric`, one reduction does both:
+    g ← (1 − ω) g − ω r(g), with ω = ½ and ω = 1 in turn [10]. It ends where the error
+    Σ_i |Σ_j P_ij − 1/A| is at most `tolerance` (None: 1e-5, in float64 1e-12), or warns after
+    max_steps. On a GPU the host reads the error after every eighth step. Fully masked rows and
+    columns carry no mass; A and N do not count them. Differentiable; autograd stores A·N numbers
+    for each reduction.
+
+    Rate: let μ be the eigenvalues of √(AN) P but for the largest, 1. A step of rows and columns
+    multiplies an error by up to μ²: hundreds of steps for clustered rows at ε = 0.1, where μ is
+    near 1. Two symmetric steps multiply it by μ(1 − μ)/2: by at most 1/8 if no μ is negative.
+    Both take about 1/error steps if the masks force an unmasked entry to 0. Ref: [2] Eq. 5"""
+    _check_number("max_steps", max_steps, 1)
+    f = g = None
+    for step in range(max_steps + 1):
+        row_sums, column_sums = _log_sums(log_kernel(), g, symmetric)
+        rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
+        r = _zero_if_masked(row_sums)
+        if step > 0:
+            error = torch.expm1(f + r).abs().sum() / rows  # rows of P sum to e^{f + r} / A
+            if _stops(error, step, max_steps, tolerance):
+                break
+        if not symmetric:
+            columns = (column_sums > FAR).sum().clamp_min(1)
+            f, g = -r, (rows / columns).log() - _zero_if_masked(column_sums)
+        elif step % 2 == 0:
+            f = g = -r / 2 if g is None else (g - r) / 2
+        else:
+            f = g = -r
+    return f - rows.log(), g, error
+
+
+def _log_sums(blocks, g, symmetric):
+    """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
+    A block may be computed anew whenever it is read, so one pass gives both."""
+    row_sums = column_sums = None
+    for block in blocks:  # (a, N)
+        sums = log_sum(block, g)  # (a,)
+        # a list of small tensors would lie between large ones, and keep freed memory from reuse
+        row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
+        if not symmetric:
+            sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
+            column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
+    return row_sums, column_sums
+
+
+def _zero_if_masked(x):
+    return x.masked_fill(x < FAR, 0)
+
+
+def _stops(error, step, max_steps, tolerance):
+    """Whether Sinkhorn stops; it warns if it has to stop too early."""
+    if step % 8 > 0 and step < max_steps and not _may_read(error):
+        return False
+    if tolerance is None:
+        tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
+    converged = not error.item() > tolerance  # or NaN
+    if step == max_steps and not converged:
+        message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
+        _warn(message + "raise epsilon, or check that labels leave enough candidates")
+    return converged or step == max_steps
+
+
+def _potential(pairs, group, options):
+    """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
+    if options["weights"] != "transported":
+        return pairs.pos.new_zeros(())  # not used
+    gathered = {name: gather(getattr(pairs, name), group) for name in PER_ANCHOR}
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
+        return _uncompiled(_couple, pairs._replace(**gathered), options)
+
+
+def _couple(pairs, options):
+    """Couple anchors and candidates: question 1 as in `answer`, then Sinkhorn on −C/ε → g (N,)."""
+
+    def kernel_of(rows):
+        some = pairs.of(rows)
+        neg = _who(some, options)[1]
+        return log_weights(neg, neg, neg.new_zeros(()), pairs.t, options)  # potential 0
+
+    margins = options["absolute_margin"], options["relative_margin"]
+    symmetric = pairs.alike and pairs.mask is None and margins == (None, None)
+    a, n = len(pairs.anchors), len(pairs.candidates)
+    blocks = _slices(a, max(1, 2**20 // n))
+    if torch.is_grad_enabled() or a * n <= 2**24:
+        stored = [kernel_of(rows) for rows in blocks]
+        return sinkhorn(lambda: stored, symmetric)[1]
+    return sinkhorn(lambda: map(kernel_of, blocks), symmetric)[1]  # again in each step
+
+
+# ---- 6. Finding: which samples to take as negatives --------------------------------------------
 
 
 @torch.no_grad()
@@ -819,7 +856,7 @@ def mine(
 ) -> Tensor:
     """Find the k nearest documents of each query that are no positives: hard negatives.
     queries (n, D), documents (N, D), of any floating dtype, on one device → rows of documents
-    (n, k), nearest first, of ones with equal cosines the first; −1 where fewer are left.
+    (n, k), nearest first; −1 where fewer are left.
 
     positives       (n,): the row of each query's own document, which is not taken; None: row i
     labels          (N,): documents with the label of the query's own document are not taken
@@ -833,104 +870,54 @@ def mine(
         contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
     Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB, or 128 rows if
     these are more"""
-    got = _describe(queries), _describe(documents)
-    matrices = all(torch.is_tensor(x) and x.ndim == 2 for x in (queries, documents))
-    fits = matrices and queries.shape[1] == documents.shape[1]
-    _require(fits, "queries, documents", got, "tensors (n, D), (N, D)")
-    for name, value, least in (("k", k, 1), ("skip", skip, 0)):
-        fits = isinstance(value, numbers.Integral) and value >= least
-        _require(fits, name, value, f"a whole number of at least {least}")
+    _check_tensor("queries", queries, "floating", ("n", "D"))
+    _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
+    _check_number("k", k, 1)
+    _check_number("skip", skip, 0)
     n, size, device = len(queries), len(documents), queries.device
-    _require(size > 0, "documents", "of no rows", "of at least one")
     if positives is None:
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
         positives = torch.arange(n, device=device)
     positives = torch.as_tensor(positives, device=device)
-    _require(positives.shape == (n,), "positives", _describe(positives), f"({n},)")
+    _check_tensor("positives", positives, "whole", (n,))
     _check_rows("positives", positives, size)
+    _check_tensor("labels", labels, None, (size,))
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
-        fits = labels.shape == (size,)
-        _require(fits, "labels", _describe(labels), f"({size},), of the documents")
-    found = []
-    dtype = torch.promote_types(queries.dtype, documents.dtype)
     with torch.autocast(device.type, enabled=False):
+        dtype = torch.promote_types(queries.dtype, documents.dtype)
         queries, documents = unit(queries.to(dtype)), unit(documents.to(dtype))
-        for name, x in (("queries", queries), ("documents", documents)):
-            _require(not _may_read(x) or x.isfinite().all(), name, "not finite", "finite")
+        if _may_read(queries):
+            _check_finite(queries=queries, documents=documents)
         rows_at_once = min(n, max(128, 2**24 // size))
         # preallocate: fresh memory for each block would cost as much as its selection
-        matrix = queries.new_full((rows_at_once, size + -size % GROUP), -INF)
+        matrix = queries.new_empty(rows_at_once, size)
+        found = torch.full((n, k), -1, device=device)
         for rows in _slices(n, rows_at_once):
             own = positives[rows, None]
-            padded = matrix[: len(own)]
-            cosines = padded[:, :size]  # (a, N)
-            cosines.addmm_(queries[rows], documents.T, beta=0)
-            if absolute_margin is not None or relative_margin is not None:
-                limit = _limit(cosines.gather(1, own), absolute_margin, relative_margin)
-                cosines.masked_fill_(cosines > limit, -INF)
+            cosines = matrix[: len(own)]  # (a, N)
+            torch.mm(queries[rows], documents.T, out=cosines)
+            limit = _limit(cosines.gather(1, own), absolute_margin, relative_margin)
+            cosines.masked_fill_(cosines > limit, -INF)
             if labels is not None:
                 cosines.masked_fill_(labels[own] == labels, -INF)
             cosines.scatter_(1, own, -INF)
-            nearest, index = _largest(padded, k + skip)
-            found.append(index.masked_fill(nearest == -INF, -1)[:, skip:])
-    index = torch.cat(found)
-    return F.pad(index, (0, k - index.shape[1]), value=-1)
-
-
-def _largest(x, k):
-    """Return the k largest entries of each row and their columns, of equal entries the first.
-    They stand in the k groups of columns with the largest maxima, so only these are sorted."""
-    if x.shape[1] <= GROUP * k:
-        values, columns = x.sort(dim=1, descending=True, stable=True)
-        return values[:, :k], columns[:, :k]
-    if x.shape[1] % GROUP > 0:
-        x = F.pad(x, (0, -x.shape[1] % GROUP), value=-INF)
-    groups = x.unflatten(1, (-1, GROUP))
-    chosen = _largest(groups.amax(2), k)[1].sort(1).values  # (a, k)
-    members = groups.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))  # (a, k, GROUP)
-    values, places = _largest(members.flatten(1), k)
-    return values, GROUP * chosen.gather(1, places // GROUP) + places % GROUP
-
-
-def _limit(nearest_positive, absolute_margin, relative_margin, t=1):
-    """Return the largest cosine, or logit, that the margins allow a negative to have."""
-    limit = torch.full_like(nearest_positive, INF)
-    if absolute_margin is not None:
-        limit = nearest_positive - absolute_margin / t
-    if relative_margin is not None:
-        relative = nearest_positive - relative_margin * nearest_positive.abs()
-        limit = torch.minimum(limit, relative)
-    return limit
-
-
-def group_batches(index: Tensor, size: int, generator: torch.Generator | None = None) -> Tensor:
-    """Order samples so that near ones come in one batch, where they are hard negatives.
-    index (n, k): neighbours of each sample, other samples as `mine` finds them → order (n,), to be
-    cut into batches. It is one group after another, in random order: a random sample, and the
-    nearest of its neighbours that are in no group yet, up to size. The CPU does this"""
-    _require(size >= 1, "size", size, "at least 1")
-    neighbours = index.tolist()
-    free, groups = set(range(len(neighbours))), []
-    for i in torch.randperm(len(neighbours), generator=generator).tolist():
-        if i in free:
-            near = dict.fromkeys([i, *neighbours[i]])  # each once
-            group = [j for j in near if j in free][:size]
-            free.difference_update(group)
-            groups.append(torch.tensor(group))
-    order = torch.randperm(len(groups), generator=generator).tolist()
-    return torch.cat([groups[k] for k in order])
+            nearest, index = cosines.topk(min(k + skip, size))
+            index.masked_fill_(nearest == -INF, -1)
+            left = index[:, skip:]
+            found[rows, : left.shape[1]] = left
+    return found
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
-    log_w (A, N), up to a constant of each row → indices (A, k): rows[draw(log_w, k)] are
-    `negatives` (A, k, D). generator: on log_w's device. Raises ValueError, on a CPU, if a row has
-    too few candidates."""
-    _require(log_w.is_floating_point(), "log_w", _describe(log_w), "floating: log weights")
+    log_w (A, N), up to a constant of each row, −∞ for what must not be drawn → indices (A, k):
+    rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
+    on a CPU, if a row has too few candidates."""
+    _check_tensor("log_w", log_w, "floating", ("A", "N"))
     log_w, enough = _upcast(log_w), True
     if _may_read(log_w):
-        enough = k <= (log_w > -INF).sum(-1).amin()
+        enough = k <= (log_w > FAR).sum(-1).amin()
     allowed = "at least 1, and at most the number of candidates of weight above 0"
     _require(k >= 1 and enough, "k", k, allowed)
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
@@ -939,480 +926,153 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     return (log_w - noise).topk(k).indices
 
 
-# ---- 5. Numerics and checks --------------------------------------------------------------------
-
-
-def unit(x: Tensor) -> Tensor:
-    """Project rows (..., D) to the unit sphere: z = x / ‖x‖.
-    Half precision becomes float32. A zero row stays 0, and its gradient passes unchanged. Squares
-    of entries must not overflow."""
-    x = _upcast(x)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, 1)
-
-
-class _LogSum(torch.autograd.Function):
-    """Compute log Σ e^{x + y} along a dimension, and the shares e^{x + y} / Σ e^{x + y}.
-    Like torch.logsumexp(x + y), but in fewer passes, and without NaN for a fully masked row."""
-
-    @staticmethod
-    def forward(x, y, dim):
-        total = x + y
-        # one finite entry: a fully masked row then gives the lowest number, and no NaN
-        total.select(dim, 0).clamp_min_(torch.finfo(total.dtype).min)
-        largest = total.amax(dim)
-        # softmax is one fused pass, and its largest share is 1 / Σ e^{total − largest}
-        shares = torch.softmax(total, dim, out=total)
-        return largest - shares.amax(dim).log(), shares
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, y, ctx.dim = inputs
-        ctx.shapes = x.shape, y.shape
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])  # an output, so that it has second derivatives
-
-    @staticmethod
-    def backward(ctx, by_sum, by_shares):
-        (shares,) = ctx.saved_tensors
-        slope = 0 if by_sum is None else by_sum.unsqueeze(ctx.dim)
-        if by_shares is not None:
-            slope = slope + by_shares - (by_shares * shares).sum(ctx.dim, keepdim=True)
-        by_total = shares * slope
-        by_x, by_y = (by_total.sum_to_size(shape) for shape in ctx.shapes)
-        return by_x, by_y, None
-
-
-def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
-    """Compute log Σ_j e^{x_j + y_j}, in float32 at least.
-    A fully masked row gives the lowest number; one of a single x gives x."""
-    x = _upcast(x)
-    if y is None:
-        if x.shape[dim] == 1:
-            return x.squeeze(dim)
-        y = x.new_zeros(())
-    return _LogSum.apply(x, _upcast(y), dim)[0]
-
-
-def _upcast(x):
-    """Convert to float32 at least: half-precision sums are too inaccurate."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _threshold(x, alpha):
-    """Return the ⌈αN⌉-th largest entry of every row, (A, 1); N counts its entries above −∞."""
-    billionths = int(alpha * 10**9)  # in floating point 0.07 · 100 exceeds 7, its ceiling is 8
-
-    def kept_of(count):
-        return (count * billionths + 10**9 - 1) // 10**9
-
-    most = max(1, kept_of(x.shape[-1]))
-    kept = kept_of((x > -INF).sum(-1, keepdim=True)).clamp_min(1)
-    return x.topk(most).values.gather(-1, kept - 1)
-
-
-def _is_concrete(x):
-    """Whether a tensor has values that the host can read: not while compiling or capturing."""
-    if torch.compiler.is_compiling() or x.is_meta or hasattr(x, "fake_mode"):
-        return False
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _may_read(x):
-    """Whether the host may read values: on a CPU, where that is free. A GPU would be waited for."""
-    return x.device.type == "cpu" and _is_concrete(x)
-
-
-def _check_result(name, result, shape):
-    fits = torch.is_tensor(result) and result.shape == shape
-    _require(fits, name, f"a function to {_describe(result)}", f"one to a tensor {tuple(shape)}")
-
-
-class InvalidArgument(ValueError):
-    """An argument is not what it may be."""
-
-
-class _NotFinite(InvalidArgument):
-    """Embeddings have NaN or inf: a training loop tells this from other errors."""
-
-
-def _require(valid, name, got, allowed):
-    if not valid:
-        raise InvalidArgument(f"{name} is {got}; it must be {allowed}")
-
-
-def _check_finite(views, negatives):
-    named = {f"views[{i}]": view for i, view in enumerate(views)}
-    if negatives is not None:
-        named["negatives"] = negatives
-    for name, x in named.items():
-        # a finite sum says that all are finite, much faster; but a sum can also overflow
-        if not x.sum().isfinite() and not x.isfinite().all():
-            raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
-
-
-@dataclasses.dataclass
-class Options:
-    """Hold the settings of a loss: the default of each, and its range. See `contrastive_loss`."""
-
-    loss: str = "simclr"
-    weights: str | Callable | None = None  # None: that of the loss, as for the next two
-    objective: str | Callable | None = None
-    tau_plus: float | None = None
-    temperature: float | Tensor = 0.5
-    beta: float = 1.0
-    alpha: float = 0.1
-    epsilon: float = 0.3
-    cost: str = "sqeuclidean"
-    kappa: float = 0.0
-    margin: float = 0.0
-    absolute_margin: float | None = None
-    relative_margin: float | None = None
-    margin_columns: int | None = None
-    normalize: bool = True
-    detach_weights: bool | None = None
-    debias: str = "published"
-    reduction: str = "mean"
-    block_size: int | None = None
-
-    def __post_init__(self):
-        self._check_name("loss", PRESETS)
-        parts = zip(("weights", "objective", "tau_plus"), PRESETS[self.loss], strict=True)
-        for name, value in parts:
-            if getattr(self, name) is None:
-                setattr(self, name, value)
-        if self.detach_weights is None:
-            self.detach_weights = isinstance(self.weights, str) and self.weights == "transported"
-        for name, allowed in CHOICES.items():
-            self._check_name(name, allowed)
-        for name, (low, high, allowed) in RANGES.items():
-            self._check_number(name, low, high, allowed)
-        for name in ("block_size", "margin_columns"):
-            value = getattr(self, name)
-            counts = value is None or isinstance(value, numbers.Integral) and value >= 0
-            _require(counts, name, repr(value), "a whole number of at least 0, or None")
-        if self.objective not in DEBIASED:
-            self.tau_plus = 0.0
-        known = self.objective in DEBIASED and self.weights in EXACTLY_DEBIASED
-        allowed = f"'published'; 'exact' is for weights {', '.join(EXACTLY_DEBIASED)}, "
-        allowed += f"objectives {', '.join(DEBIASED)}"
-        _require(self.debias == "published" or known, "debias", repr(self.debias), allowed)
-
-    def _check_name(self, name, allowed):
-        value, wanted = getattr(self, name), f"one of {', '.join(allowed)}"
-        known = isinstance(value, str) and value in allowed
-        if name in ("weights", "objective"):
-            known, wanted = known or callable(value), f"{wanted}, or a function"
-        _require(known, name, repr(value), wanted)
-
-    def _check_number(self, name, low, high, allowed):
-        value = getattr(self, name)
-        if value is None and name in ("absolute_margin", "relative_margin"):
-            return
-        if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
-            value = value.item() if _may_read(value) else 1.0
-        if not (isinstance(value, numbers.Real) and low <= value < high):
-            # only here: compiled code has no repr of a number that varies
-            _require(False, name, repr(value), f"a number {allowed}")
-
-
-LEAST = math.ulp(0.0)  # the smallest number above 0
-FINITE = (math.nextafter(-INF, 0), INF, "that is finite")
-CHOICES = {
-    "weights": WEIGHTS,
-    "objective": OBJECTIVES,
-    "cost": ("sqeuclidean", "exp"),
-    "debias": ("published", "exact"),
-    "reduction": ("mean", "sum", "none"),
-}
-RANGES = {  # option: from, below, in words
-    "temperature": (LEAST, INF, "above 0, or a tensor without dimensions"),
-    "tau_plus": (0, 1, "in [0, 1)"),
-    "beta": (0, 3e8, "in [0, 3e8)"),  # its product with _NONE stays finite
-    "alpha": (LEAST, math.nextafter(1, 2), "in (0, 1]"),
-    "epsilon": (1e-37, INF, "of at least 1e-37"),  # above 0 in float32, too
-    "kappa": FINITE,
-    "margin": (0, INF, "of at least 0"),
-    "absolute_margin": FINITE,
-    "relative_margin": FINITE,
-}
-SETTINGS = [field.name for field in dataclasses.fields(Options)]
-PER_CALL = "negatives positive_index negative_mask labels group return_stats".split()
-
-
-def _options_of(caller, given):
-    """Check the options of a call, and decide what is left open."""
-    for name in given:
-        if name not in SETTINGS:
-            known = ", ".join(SETTINGS + PER_CALL)
-            raise TypeError(f"{caller}() has no option {name!r}; it has {known}")
-    return Options(**given)
-
-
-def _check_tensors(views, negatives, positive_index, negative_mask, labels, group, options):
-    """Check that views, negatives, positive_index, negative_mask and labels fit together."""
-    b, d = _check_views(views, negatives, group)
-    if options.margin_columns is not None:
-        _require(negatives is not None, "margin_columns", "given", "None without negatives")
-    ranks = 1
-    if group is not None:
-        known = isinstance(group, distributed.ProcessGroup)
-        _require(known, "group", repr(group), "None or a torch.distributed process group")
-        ranks = distributed.get_world_size(group)
-    a, n = b * len(views), ranks * b * len(views)
-    shared = True
-    if negatives is not None:
-        _check_negatives(negatives, b, d, options.weights)
-        a, n, shared = b, negatives.shape[-2], negatives.ndim == 2
-    if positive_index is not None:
-        index = torch.as_tensor(positive_index)
-        whole = not (index.is_floating_point() or index.dtype == torch.bool)
-        fits = negatives is not None and index.shape == (b,) and whole
-        allowed = f"({b},) whole numbers, rows of negatives="
-        _require(fits, "positive_index", _describe(index), allowed)
-        _check_rows("positive_index", index, n)
-    if negative_mask is not None:
-        mask = torch.as_tensor(negative_mask)
-        fits = mask.dtype == torch.bool and mask.shape in ((a, n), (n,))
-        allowed = f"boolean ({a}, {n}), of each anchor and candidate, or ({n},)"
-        _require(fits, "negative_mask", _describe(mask), allowed)
-    if labels is not None:
-        shape = tuple(torch.as_tensor(labels).shape)
-        wanted, allowed = (b,), f"({b},)"
-        if negatives is not None:
-            wanted = (b + n,)
-            allowed = f"({b} + {n},): of the samples, then of the rows of negatives (K, D)"
-        _require(shared, "labels", "given", "None with negatives (B, K, D)")
-        _require(shape == wanted, "labels", f"of shape {shape}", allowed)
-
-
-def _check_rows(name, index, n):
-    """Check, on a CPU, that numbers of rows lie between 0 and n − 1."""
-    if _may_read(index) and len(index) > 0:
-        low, high = index.min().item(), index.max().item()
-        _require(low >= 0 and high < n, name, f"from {low} to {high}", f"from 0 to {n - 1}")
-
-
-def _check_views(views, negatives, group):
-    """Check the views → B, D."""
-    got = [_describe(view) for view in views]
-    tensors = all(torch.is_tensor(view) and view.is_floating_point() for view in views)
-    fits = tensors and len(views) >= 2 and len({view.shape for view in views}) == 1
-    fits = fits and views[0].ndim == 2 and views[0].shape[1] > 0
-    wanted = "at least two floating tensors (B, D) of one shape, each an argument of its own"
-    _require(fits, "views", got, wanted)
-    b, d = views[0].shape
-    least = 2 if negatives is None and group is None else 1
-    _require(b >= least, "views", got, "of 2 samples or more: one has no negative")
-    return b, d
-
-
-def _check_negatives(negatives, b, d, weights):
-    fits = torch.is_tensor(negatives) and negatives.is_floating_point()
-    fits = fits and negatives.numel() > 0 and negatives.ndim in (2, 3)
-    fits = fits and negatives.shape[-1] == d and (negatives.ndim == 2 or len(negatives) == b)
-    wanted = f"a floating tensor (K, {d}) or ({b}, K, {d})"
-    _require(fits, "negatives", _describe(negatives), wanted)
-    wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
-    _require(negatives.ndim == 2 or weights != "transported", "weights", repr(weights), wanted)
-
-
-def _describe(x):
-    if torch.is_tensor(x):
-        return f"{x.dtype} {tuple(x.shape)}"
-    return type(x).__name__
-
-
-# ---- 6. Large batches and ranks: the same numbers in linear memory, over processes -------------
+# ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
-# gets some anchors at a time, and the gradient of each block is computed as soon as its losses are.
+# gets some anchors at a time.
+
+# Fresh pages of memory would cost more than the arithmetic of a block. glibc keeps freed memory for
+# the next block, up to twice the largest piece ever freed: this one, freed at once, makes it 62 MB.
+torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
-def _evaluate(pairs, options, potential):
+def _evaluate(pairs, potential, options):
     """Compute the losses of all anchors, (A,), or their mean or sum."""
     size = _block_size(pairs, options)
-    if pairs.candidates.ndim == 3:
-        size = 0  # these rows take D times the memory of their products: blocks would save little
-    blocks = _slices(len(pairs.anchors), size)
-    own_function = callable(options.weights) or callable(options.objective)
-    if size > 0 and torch.is_grad_enabled() and options.reduction != "none" and not own_function:
-        total = _in_blocks(pairs, options, potential, size)
-        return total / len(pairs.anchors) if options.reduction == "mean" else total
+    if size > 0:
+        return _uncompiled(_in_blocks, pairs, potential, options, size)
+    return _reduce(answer(pairs, potential, options).losses, options)
 
-    def losses_of(rows, potential, *tensors):
-        some = _Pairs._make(tensors).of(rows)
-        return answer(some, some.products(), options, potential).losses
 
-    if size > 0 and torch.is_grad_enabled():
-        # "none": the gradient of each loss is known in the backward pass alone, and only autograd
-        # sees the parameters of a function: so the backward pass computes each block again
-        again = {"use_reentrant": False, "preserve_rng_state": own_function}
-        losses_of = functools.partial(checkpoint, losses_of, **again)
-    parts = [losses_of(rows, potential, *pairs) for rows in blocks]
-    losses = torch.cat(parts)
-    if options.reduction == "none":
+def _reduce(losses, options):
+    if options["reduction"] == "none":
         return losses
-    return losses.mean() if options.reduction == "mean" else losses.sum()
+    return losses.mean() if options["reduction"] == "mean" else losses.sum()
 
 
 def _block_size(pairs, options):
     """Choose the anchors in a block, for a CPU's cache or to keep a GPU busy; 0: all at once."""
-    if torch._C._are_functorch_transforms_active():  # torch.func needs plain autograd
-        return 0
-    if options.block_size is not None:
-        return options.block_size
-    on_cpu, columns = pairs.anchors.device.type == "cpu", pairs.candidates.shape[-2]
+    if pairs.candidates.ndim == 3:
+        return 0  # these rows take D times the memory of their products: blocks would save little
+    if options["block_size"] is not None:
+        return options["block_size"]
+    on_cpu, columns = pairs.anchors.device.type == "cpu", len(pairs.candidates)
     if len(pairs.anchors) * columns <= (2**18 if on_cpu else 2**24):
         return 0
     return max(64, (2**20 if on_cpu else 2**25) // columns)
 
 
 def _slices(n, size):
-    if size == 0:
-        return [slice(None)]
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
-# Fresh pages of memory would cost more than the arithmetic of a block. glibc keeps freed memory for
-# the next block, up to twice the largest piece ever freed: this one, freed at once, makes it 62 MB.
-torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
-
-# What both operators take: the tensors of `_Pairs`, and every option of a rule or an objective.
-TENSORS = (
-    "Tensor anchors, Tensor candidates, Tensor pos, Tensor own, Tensor? mask, Tensor? labels, "
-    "Tensor? candidate_labels, Tensor t"
-)
-VALUES = (
-    "str weights, str objective, float tau_plus, float beta, float alpha, float epsilon, str cost, "
-    "float kappa, float margin, float? absolute_margin, float? relative_margin, "
-    "int? margin_columns, bool detach_weights, str debias"
-)
-NAMESPACE = __name__.replace(".", "_")  # a project may hold several copies of this file
+def _in_blocks(pairs, potential, options, size):
+    """Do what `_evaluate` does, some anchors at a time."""
+    t = pairs.t
+    if not torch.is_tensor(t):
+        t = pairs.pos.new_full((), t)
+    tensors = [pairs.anchors, pairs.pos, pairs.candidates, t, potential]
+    if torch.is_grad_enabled() and _has_own_function(options):
+        tensors += _held(pairs, potential, options)
+    return _InBlocks.apply(pairs, options, size, *tensors)
 
 
-def _operands(pairs, options):
-    """Return the tensors and the values of options that an operator takes."""
-    names = [word.split()[-1] for word in VALUES.split(", ")]
-    values = {name: getattr(options, name) for name in names}
-    if not torch.is_tensor(pairs.t):
-        pairs = pairs._replace(t=pairs.anchors.new_full((), pairs.t))
-    return pairs, values
+class _InBlocks(torch.autograd.Function):
+    """Know the gradient of `_in_blocks`, storing no more than the size of the embeddings.
+    That of a mean or sum is computed with it. That of single losses is known in the backward pass
+    alone, which computes each block again."""
+
+    @staticmethod
+    def forward(ctx, pairs, options, size, *tensors):
+        learned = [k for k, learns in enumerate(ctx.needs_input_grad[3:]) if learns]
+        ctx.run, ctx.learned = (pairs, options, size), learned
+        if _has_own_function(options):
+            ctx.random = torch.get_rng_state(), *get_device_states(*tensors)
+        if options["reduction"] == "none" or not learned:
+            losses, _ = _run_blocks(*ctx.run, tensors)
+            ctx.save_for_backward(*tensors)
+        else:
+            by_losses = torch.ones_like(pairs.pos[:, 0])
+            if options["reduction"] == "mean":
+                by_losses /= len(by_losses)
+            losses, slopes = _run_blocks(*ctx.run, tensors, learned, by_losses)
+            ctx.save_for_backward(*slopes)
+        return _reduce(losses, options)
+
+    @staticmethod
+    def backward(ctx, by_value):
+        if torch.is_grad_enabled():  # under create_graph=True alone
+            raise RuntimeError("to differentiate this loss twice, give it block_size=0")
+        if by_value.ndim == 0:
+            slopes = [by_value * slope for slope in ctx.saved_tensors]
+        elif _has_own_function(ctx.run[1]):
+            state, devices, states = ctx.random
+            with torch.random.fork_rng(devices=devices):
+                torch.set_rng_state(state)  # it draws the same again
+                set_device_states(devices, states)
+                _, slopes = _run_blocks(*ctx.run, ctx.saved_tensors, ctx.learned, by_value)
+        else:
+            _, slopes = _run_blocks(*ctx.run, ctx.saved_tensors, ctx.learned, by_value)
+        everything = [None] * len(ctx.needs_input_grad)
+        for k, slope in zip(ctx.learned, slopes, strict=True):
+            everything[3 + k] = slope
+        return tuple(everything)
 
 
-def _in_blocks(pairs, options, potential, size):
-    """Compute Σ_i ℓ_i; what is stored for its gradient has the size of the embeddings."""
-    tensors, values = _operands(pairs, options)
-    if potential is None:
-        potential = tensors.t.new_zeros(())  # not used
-    learns = pairs.candidates.requires_grad
-    return _blocks(*tensors, potential, size=size, learns_candidates=learns, **values)[0]
+def _run_blocks(pairs, options, size, tensors, learned=(), by_losses=None):
+    """Compute the losses (A,) in blocks, and the gradient of by_losses · losses in some tensors."""
+    # preallocate: what is made in a block and stays would keep the memory of the block from reuse
+    losses = torch.empty_like(pairs.pos[:, 0])
+    slopes = [torch.zeros_like(tensors[k]) for k in learned]
+    for rows in _slices(len(losses), size):
+        places = [rows, rows] + [...] * len(tensors)  # anchors and pos are cut, the others shared
+        leaves = [x.detach()[place] for x, place in zip(tensors[:5], places, strict=False)]
+        leaves += tensors[5:]  # what functions hold
+        wanted = [leaves[k].requires_grad_() for k in learned]
+        anchors, pos, candidates, t, potential = leaves[:5]
+        some = pairs.of(rows)._replace(anchors=anchors, pos=pos, candidates=candidates, t=t)
+        with torch.set_grad_enabled(len(learned) > 0):
+            part = answer(some, potential, options).losses
+        losses[rows] = part.detach()
+        if learned:
+            again = {"retain_graph": len(tensors) > 5, "materialize_grads": True}
+            by_wanted = torch.autograd.grad(part, wanted, by_losses[rows], **again)
+            for k, slope, found in zip(learned, slopes, by_wanted, strict=True):
+                slope[places[k]] += found
+    return losses, slopes
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::blocks",
-    mutates_args=(),
-    schema=f"({TENSORS}, Tensor potential, *, SymInt size, bool learns_candidates, {VALUES})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def _blocks(*tensors, size, learns_candidates, **values):
-    """Compute Σ_i ℓ_i block by block, and its gradients in the five tensors that have one.
-    An operator of its own: compiled code calls it, and need not unroll its blocks."""
-    pairs, potential, options = _Pairs._make(tensors[:-1]), tensors[-1], Options(**values)
-    anchors, candidates = pairs.anchors, pairs.candidates
-    by_anchors, by_candidates = torch.empty_like(anchors), torch.zeros_like(candidates)
-    by_pos, by_t = torch.empty_like(pairs.pos), torch.zeros_like(pairs.t)
-    by_potential, total = torch.zeros_like(potential), torch.zeros_like(pairs.t)
-    # preallocate: fresh memory for each block would cost more than its arithmetic
-    matrix = anchors.new_empty(min(size, len(anchors)), len(candidates))
-    for rows in _slices(len(anchors), size):
-        some = pairs.of(rows)
-        neg = some.products(matrix[: len(some.anchors)])  # (a, N)
-        value, slopes = _differentiate(some, neg, options, potential)
-        by_neg, by_pos[rows] = slopes["neg"], slopes["pos"]
-        total += value
-        by_t += slopes["t"]
-        by_potential += slopes["potential"]
-        torch.mm(by_neg, candidates, out=by_anchors[rows])
-        if learns_candidates:
-            by_candidates.addmm_(by_neg.T, some.anchors)
-    return total, by_anchors, by_candidates, by_pos, by_t, by_potential
+def _has_own_function(options):
+    return callable(options["weights"]) or callable(options["objective"])
 
 
-def _differentiate(some, neg, options, potential):
-    """Return the sum of the losses of some anchors, and its gradient by the names of its inputs."""
-    with torch.inference_mode(False), torch.enable_grad():  # an operator begins without autograd
-        leaves = {"neg": neg, "pos": some.pos, "t": some.t, "potential": potential}
-        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
-        some = some._replace(pos=leaves["pos"], t=leaves["t"])
-        value = answer(some, leaves["neg"], options, leaves["potential"]).losses.sum()
-        slopes = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
-    return value.detach(), dict(zip(leaves, slopes, strict=True))
+def _held(pairs, potential, options):
+    """List what functions of one's own hold and learn: the leaves that autograd meets in a call."""
+    t = pairs.t.detach() if torch.is_tensor(pairs.t) else pairs.t
+    alone = {name: getattr(pairs, name).detach() for name in ("anchors", "pos", "candidates")}
+    some = pairs._replace(t=t, **alone).of(slice(0, 1))
+    with torch.random.fork_rng(devices=[]):
+        losses = answer(some, potential.detach(), options).losses
+    nodes, seen, leaves = [losses.grad_fn], {None}, []
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            nodes += [before for before, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                leaves.append(node.variable)
+    return leaves
 
 
-@_blocks.register_fake
-def _(anchors, candidates, pos, own, mask, labels, candidate_labels, t, potential, **_):
-    return tuple(torch.empty_like(x) for x in (t, anchors, candidates, pos, t, potential))
+def _uncompiled(function, *arguments):
+    """Call a function as it is, in compiled code too: there it is a break of the graph."""
+    if torch.compiler.is_compiling():
+        function = _disable(function)
+    return function(*arguments)
 
 
-def _keep_gradients(ctx, inputs, keyword_only_inputs, output):
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:])
-
-
-def _scale_gradients(ctx, by_total, *_):
-    if torch.is_grad_enabled():  # under create_graph=True alone
-        raise RuntimeError("to differentiate this loss twice, give it block_size=0")
-    slopes = [by_total * slope for slope in ctx.saved_tensors]
-    by_anchors, by_candidates, by_pos, by_t, by_potential = slopes
-    return by_anchors, by_candidates, by_pos, None, None, None, None, by_t, by_potential
-
-
-_blocks.register_autograd(_scale_gradients, setup_context=_keep_gradients)
-
-
-def _potential(pairs, group, options):
-    """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
-    gathered = {name: gather(getattr(pairs, name), group) for name in PER_ANCHOR}
-    everyone = pairs._replace(**gathered)
-    if torch.is_grad_enabled() and not options.detach_weights:
-        return _couple(everyone, options)
-    tensors, values = _operands(everyone, options)
-    if callable(options.objective):
-        values["objective"] = "nce"  # a function acts on logits, too
-    detached = [None if x is None else x.detach() for x in tensors]
-    return _couple_detached(*detached, **values)
-
-
-def _couple(pairs, options):
-    """Couple anchors and candidates: question 1 as in `answer`, then Sinkhorn on −C/ε → g (N,)."""
-
-    def log_kernel(rows):
-        some = pairs.of(rows)
-        neg = some.products()
-        _who_(neg, some, options)  # masks neg
-        logits = _logits(neg, pairs.t, options)
-        return _log_kernel(logits, options.epsilon, options.cost, options.kappa, pairs.t)
-
-    a, n = len(pairs.anchors), len(pairs.candidates)
-    blocks = _slices(a, max(1, 2**20 // n))
-    if torch.is_grad_enabled() or a * n <= 2**24:
-        stored = [log_kernel(rows) for rows in blocks]
-        return sinkhorn(lambda: stored)[1]
-    return sinkhorn(lambda: map(log_kernel, blocks))[1]  # again in each step
-
-
-@torch.library.custom_op(
-    f"{NAMESPACE}::couple_detached", mutates_args=(), schema=f"({TENSORS}, *, {VALUES}) -> Tensor"
-)
-def _couple_detached(*tensors, **values):
-    with torch.no_grad():
-        return _couple(_Pairs._make(tensors), Options(**values))
-
-
-@_couple_detached.register_fake
-def _(anchors, candidates, *_, **__):
-    return anchors.new_empty(len(candidates))
+@functools.cache
+def _disable(function):  # torch's compiler takes seconds to import: not before it is used
+    return torch.compiler.disable(function)
 
 
 def _as_one_process(value, reduction, group):
@@ -1433,9 +1093,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
-        distributed.all_gather(parts, x, group)
-        return torch.cat(parts)
+        ranks = distributed.get_world_size(group)
+        everything = x.new_empty(ranks * len(x), *x.shape[1:])
+        distributed.all_gather_into_tensor(everything, x, group)
+        return everything
 
     @staticmethod
     def backward(ctx, grad):
@@ -1458,12 +1119,234 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     return _Gather.apply(x.contiguous(), group)
 
 
+# ---- 8. Numerics and checks --------------------------------------------------------------------
+
+
+def unit(x: Tensor) -> Tensor:
+    """Project rows (..., D) to the unit sphere: z = x / ‖x‖.
+    Half precision becomes float32. A zero row stays 0, and its gradient passes unchanged. Squares
+    of entries must not overflow."""
+    x = _upcast(x)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.masked_fill(norm == 0, 1)
+
+
+def _upcast(x):
+    """Convert to float32 at least: half-precision sums are too inaccurate."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
+    """Compute log Σ_j e^{x_j + y_j} of finite numbers; that of a single x is x."""
+    if y is None:
+        if x.shape[dim] == 1:
+            return x.squeeze(dim)
+        y = x.new_zeros(())
+    return _LogSum.apply(x, y, dim)[0]
+
+
+class _LogSum(torch.autograd.Function):
+    """Compute log Σ e^{x + y} along a dimension, and the shares e^{x + y} / Σ e^{x + y}.
+    Like torch.logsumexp(x + y), but in fewer passes."""
+
+    @staticmethod
+    def forward(x, y, dim):
+        total = x + y
+        largest = total.amax(dim)
+        # softmax is one fused pass, and its largest share is 1 / Σ e^{total − largest}
+        shares = torch.softmax(total, dim, out=total)
+        return largest - shares.amax(dim).log(), shares
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # torch.func wants it apart from `forward`
+        x, y, ctx.dim = inputs
+        ctx.shapes = x.shape, y.shape
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])  # an output, so that it has second derivatives
+
+    @staticmethod
+    def backward(ctx, by_sum, by_shares):
+        (shares,) = ctx.saved_tensors
+        slope = 0 if by_sum is None else by_sum.unsqueeze(ctx.dim)
+        if by_shares is not None:
+            slope = slope + by_shares - (by_shares * shares).sum(ctx.dim, keepdim=True)
+        by_total = shares * slope
+        by_x, by_y = (by_total.sum_to_size(shape) for shape in ctx.shapes)
+        return by_x, by_y, None
+
+
+def _may_read(x):
+    """Whether the host may read values: on a CPU, where that is free. A GPU would be waited for."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+class InvalidArgument(ValueError):
+    """An argument is not what it may be."""
+
+
+class _NotFinite(InvalidArgument, FloatingPointError):
+    """Embeddings have NaN or inf."""
+
+
+def _require(valid, name, got, allowed):
+    if not valid:
+        raise InvalidArgument(f"{name} is {got}; it must be {allowed}")
+
+
+def _warn(message):
+    """Warn at the line that called this file, past torch's wrappers."""
+    frame, level = sys._getframe(), 1
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in (__name__, "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+DEFAULTS, ALLOWED = {}, {}  # of options
+for _name, _hint in get_type_hints(Options, include_extras=True).items():
+    DEFAULTS[_name], ALLOWED[_name] = _hint.__metadata__
+
+
+def settle(given: Options) -> Options:
+    """Check the options of a call, and decide what is left open."""
+    for name in given:
+        if name not in DEFAULTS:
+            raise TypeError(f"there is no option {name!r}; there are {', '.join(DEFAULTS)}")
+    options = {**DEFAULTS, **given}
+    for name, value in options.items():
+        _check_option(name, value)
+    weights, objective = PRESETS[options["loss"]]
+    if options["weights"] is None:
+        options["weights"] = weights
+    if options["objective"] is None:
+        options["objective"] = objective
+    if options["objective"] not in OF_LOGITS:
+        options["tau_plus"] = 0.0
+    elif options["tau_plus"] is None and options["loss"] not in ("debiased", "hcl"):
+        options["tau_plus"] = 0.0
+    if options["detach_weights"] is None:
+        options["detach_weights"] = options["weights"] == "transported"
+    exactly = options["weights"] in EXACTLY_DEBIASED and options["objective"] in OF_LOGITS
+    allowed = f"'published'; 'exact' is for weights {', '.join(EXACTLY_DEBIASED)}, "
+    allowed += f"objectives {', '.join(OF_LOGITS)}"
+    _require(options["debias"] == "published" or exactly, "debias", "'exact'", allowed)
+    return options
+
+
+def _check_option(name, value):
+    """Check an option against the names that it may have, or its range."""
+    allowed = ALLOWED[name]
+    if value is None and DEFAULTS[name] is None:
+        return
+    if callable(value) and name in ("weights", "objective"):
+        return
+    if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
+        value = value.item() if _may_read(value) else 1.0
+    if isinstance(allowed, list):
+        kind = numbers.Integral if name == "block_size" else numbers.Real
+        _check_number(name, value, *allowed, kind)
+    else:
+        known = isinstance(value, (str, bool)) and value in allowed
+        _require(known, name, repr(value), f"one of {', '.join(map(str, allowed))}")
+
+
+def _check_number(name, value, low, high=INF, kind=numbers.Integral):
+    if not (isinstance(value, kind) and low <= value <= high):
+        words = "a whole number" if kind is numbers.Integral else "a number"
+        # only here: compiled code has no repr of a number that varies
+        _require(False, name, repr(value), f"{words} from {low:g} to {high:g}")
+
+
+def _check_call(views, negatives, positive_index, negative_mask, labels, group, options):
+    """Check that views, negatives, positive_index, negative_mask and labels fit together."""
+    several = "at least two floating tensors (B, D) of one shape; labels go in labels="
+    _require(len(views) >= 2, "views", [_describe(view) for view in views], several)
+    for i, view in enumerate(views):
+        fits = torch.is_tensor(view) and view.is_floating_point()
+        fits = fits and view.shape == views[0].shape and _has_shape(view, ("B", "D"))
+        _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
+    b, d = views[0].shape
+    a = rows = b
+    if negatives is None:
+        a = n = b * len(views)
+        if group is not None:
+            known = isinstance(group, distributed.ProcessGroup)
+            _require(known, "group", repr(group), "a torch.distributed process group, or None")
+            n *= distributed.get_world_size(group)
+        _require(n > len(views), "views", "of one sample", "of two or more: one has no negative")
+        _require(positive_index is None, "positive_index", "given", "None without negatives")
+    else:
+        _check_tensor("negatives", negatives, "floating", ("K", d), (b, "K", d))
+        n = negatives.shape[-2]
+        rows = b + n
+        rule, shared = options["weights"], negatives.ndim == 2
+        wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
+        _require(shared or rule != "transported", "weights", rule, wanted)
+        _require(shared or labels is None, "labels", "given", "None with negatives (B, K, D)")
+    _check_tensor("positive_index", positive_index, "whole", (b,))
+    _check_rows("positive_index", positive_index, n)
+    _check_tensor("negative_mask", negative_mask, "boolean", (a, n), (n,))
+    _check_tensor("labels", labels, None, (rows,))
+
+
+def _check_tensor(name, x, kind, *shapes):
+    """Check the kind and shape of a tensor, unless it is None.
+    A letter in a shape stands for any length above 0."""
+    if x is None:
+        return
+    if kind != "floating" and not torch.is_tensor(x):  # labels, say, may be a list
+        x = torch.as_tensor(x)
+    fits = torch.is_tensor(x) and any(_has_shape(x, shape) for shape in shapes)
+    fits = fits and kind in (None, _kind_of(x))
+    sizes = [f"({', '.join(map(str, shape))})" for shape in shapes]
+    words = f"{kind} tensor" if kind else "tensor"
+    _require(fits, name, _describe(x), f"a {words} {' or '.join(sizes)}")
+
+
+def _kind_of(x):
+    if x.is_floating_point():
+        return "floating"
+    return "boolean" if x.dtype == torch.bool else "whole"
+
+
+def _has_shape(x, shape):
+    sizes = zip(x.shape, shape, strict=False)
+    return x.ndim == len(shape) and all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
+
+
+def _check_rows(name, index, n):
+    """Check, on a CPU, that numbers of rows lie between 0 and n − 1."""
+    if index is None or torch.is_tensor(index) and not _may_read(index):
+        return
+    rows = index.tolist() if torch.is_tensor(index) else list(index)
+    low, high = min(rows, default=0), max(rows, default=0)
+    _require(low >= 0 and high < n, name, f"from {low} to {high}", f"from 0 to {n - 1}")
+
+
+def _check_result(name, result, shape):
+    fits = torch.is_tensor(result) and result.shape == shape
+    _require(fits, name, f"a function to {_describe(result)}", f"one to a tensor {tuple(shape)}")
+
+
+def _check_finite(*views, **named):
+    named |= {f"views[{i}]": view for i, view in enumerate(views)}
+    for name, x in named.items():
+        # a finite sum says that all are finite, much faster; but a sum can also overflow
+        if x is not None and not x.sum().isfinite() and not x.isfinite().all():
+            raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
+
+
+def _describe(x):
+    if torch.is_tensor(x):
+        return f"{x.dtype} {tuple(x.shape)}"
+    return type(x).__name__
+
+
 # ================================================================================================
 # Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
 
-__all__ += ["Encoder", "MemoryBank", "Game", "SimCLR", "Bank", "Queue", "CLAE", "DiffHard"]
+__all__ += ["Encoder", "MemoryBank", "Game", "SimCLR", "Bank", "DiffHard"]
 __all__ += ["Training", "annealed_beta", "lead_in", "in_micro_batches"]
-# ---- 7. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
+# ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
 
 def view(
@@ -1495,8 +1378,7 @@ def view(
     Defaults are those of [6] for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one
     affine map of luma and chroma, so its parts commute and the result is clipped once.
     Ref: [6] App. A; [3] 3.1"""
-    fits = images.ndim == 4 and images.shape[1] == 3
-    _require(fits, "images", _describe(images), "(B, 3, H, W)")
+    _check_tensor("images", images, None, ("B", 3, "H", "W"))
     x = _floats(images)
     draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32)
     draws = draws.to(x.dtype)
@@ -1578,7 +1460,7 @@ def _blur(x, deviation, chosen):
     return sum(weight * x[:, :, :, k : k + width] for k, weight in enumerate(weights))
 
 
-# ---- 8. Encoders: a backbone and a projection head; the memory of embeddings; an optimizer's step
+# ---- 10. Encoders: a backbone and a projection head; the memory of embeddings; an optimizer's step
 
 
 class Encoder(nn.Module):
@@ -1622,36 +1504,21 @@ class Encoder(nn.Module):
 class MemoryBank(nn.Module):
     """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
     rows: the initial ones (K, D), such as the untrained encoder's embeddings; random rows would be
-    noise. momentum: m in [0, 1). The buffer `rows` has no gradient. Ref: [4] 5.1; [8]"""
+    noise. momentum: m in [0, 1]. The buffer `rows` has no gradient. Ref: [4] 5.1; [8]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
-        _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+        _check_number("momentum", momentum, 0, 1, numbers.Real)
         self.momentum = momentum
         self.register_buffer("rows", unit(rows.detach()))
-        self.register_buffer("oldest", torch.zeros((), dtype=torch.long, device=rows.device))
 
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
         """Move the rows at index (B,), each at most once, towards embeddings z (B, D)."""
-        self._check(z)
-        _require(index.shape == (len(z),), "index", _describe(index), f"({len(z)},), as z has rows")
+        _check_tensor("z", z, "floating", ("B", self.rows.shape[1]))
+        _check_tensor("index", index, "whole", (len(z),))
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
-
-    @torch.no_grad()
-    def push(self, z: Tensor) -> None:
-        """Replace the oldest B rows by embeddings z (B, D): first in, first out."""
-        self._check(z)
-        size = len(self.rows)
-        z = unit(z)[-size:]  # two new rows for one place would be ambiguous
-        places = (self.oldest + torch.arange(len(z), device=z.device)) % size
-        self.rows[places] = z.to(self.rows.dtype)
-        self.oldest.add_(len(z)).remainder_(size)
-
-    def _check(self, z):
-        d = self.rows.shape[1]
-        _require(z.ndim == 2 and z.shape[1] == d, "z", _describe(z), f"(B, {d})")
 
 
 @torch.no_grad()
@@ -1683,18 +1550,55 @@ def _descend(loss, optimizer, name, group=None, read=False):
 
 def _average_gradients(optimizer, group):
     """Average gradients over ranks, all in one tensor: one long message is faster than many."""
-    gradients = []
-    for part in optimizer.param_groups:
-        gradients += [x.grad for x in part["params"] if x.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    learned = [x for part in optimizer.param_groups for x in part["params"] if x.grad is not None]
+    flat = torch.cat([x.grad.flatten() for x in learned])
     distributed.all_reduce(flat, group=group)
     flat /= distributed.get_world_size(group)
-    means = flat.split([gradient.numel() for gradient in gradients])
-    for gradient, mean in zip(gradients, means, strict=True):
-        gradient.copy_(mean.view_as(gradient))
+    for x, mean in zip(learned, flat.split([x.numel() for x in learned]), strict=True):
+        x.grad.copy_(mean.view_as(x))
 
 
-# ---- 9. Generators: hard samples that are made instead of found, by a game against the encoder
+@torch.no_grad()
+def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
+    """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
+    images (n, 3, H, W), on any device. The encoder works in eval mode and returns to its own modes:
+    there is no gradient, and no BatchNorm buffer changes."""
+    modes = {module: module.training for module in encoder.modules()}
+    encoder.eval()
+    weight = next(encoder.parameters())  # of the encoder's device and dtype
+    try:
+        parts = images.split(batch_size)
+        outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    features, z = zip(*outputs, strict=True)
+    return torch.cat(features).float(), unit(torch.cat(z).float())
+
+
+@torch.no_grad()
+def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
+    """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
+    z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D. [4] plots its negative.
+    Ref: [5]; [4] Eq. 10"""
+    z, n = unit(z), len(z)
+    _require(n >= 2, "z", _describe(z), "(n, D) of at least two rows")
+    sums = []
+    for k, rows in enumerate(z.split(1000)):
+        with torch.autocast(z.device.type, enabled=False):
+            exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
+        exponents.diagonal(1000 * k).fill_(-INF)  # no row pairs with itself
+        sums.append(exponents.logsumexp(1))
+    return torch.cat(sums).logsumexp(0) - math.log(n) - math.log(n - 1)
+
+
+@torch.no_grad()
+def alignment(x: Tensor, y: Tensor) -> Tensor:
+    """Measure how near two views are: E ‖x_i − y_i‖², from 0 (equal) to 4 (opposite). Ref: [5]"""
+    return (unit(x) - unit(y)).square().sum(1).mean()
+
+
+# ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 
 
 class _Residual(nn.Module):
@@ -1735,7 +1639,7 @@ def _widths(size, width):
     """List the channels at the sides size, size / 2, …, 4: doubled, up to four times width."""
     valid = size >= 8 and size.bit_count() == 1
     _require(valid, "size", size, "a power of two of at least 8, such as 32")
-    _require(width >= 1, "width", width, "at least 1")
+    _check_number("width", width, 1)
     return [width * min(2**k, 4) for k in range(size.bit_length() - 2)]
 
 
@@ -1747,7 +1651,7 @@ class Generator(nn.Module):
 
     def __init__(self, size: int = 32, width: int = 16, latent: int = 64):
         super().__init__()
-        _require(latent >= 1, "latent", latent, "at least 1")
+        _check_number("latent", latent, 1)
         self.latent = latent
         widths = _widths(size, width)[::-1]
         self.first = spectral_norm(nn.Linear(latent, 16 * widths[0]))
@@ -1805,7 +1709,7 @@ class Game(nn.Module):
     pairs       a latent gives two images, G(z) and G_ema(z), each other's positives. False: one
     ascent      G ascends the encoder's loss. False: it plays against D alone; without pairs, too,
                 this is [3]'s "CL-GAN"
-    momentum    m of G_ema, in [0, 1)
+    momentum    m of G_ema, in [0, 1]
     pretrain    epochs of G and D alone before the encoder begins
     every       encoder's steps for each of the generator's
     batch_size  images of each kind in a step of D, at least 2
@@ -1828,10 +1732,10 @@ class Game(nn.Module):
         ascent_lr: float = 1e-4,
     ):
         super().__init__()
-        _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
-        _require(pretrain >= 0, "pretrain", pretrain, "at least 0")
-        _require(every >= 1, "every", every, "at least 1")
-        _require(batch_size >= 2, "batch_size", batch_size, "at least 2")
+        _check_number("momentum", momentum, 0, 1, numbers.Real)
+        _check_number("pretrain", pretrain, 0)
+        _check_number("every", every, 1)
+        _check_number("batch_size", batch_size, 2)
         self.size, self.pairs, self.ascent, self.momentum = size, pairs, ascent, momentum
         self.pretrain, self.every, self.batch_size = pretrain, every, batch_size
         self.taken = 0  # steps of the encoder
@@ -1898,134 +1802,7 @@ class Game(nn.Module):
             optimizer.load_state_dict(state[name])
 
 
-# ---- 10. Readouts: what an encoder has learned, in numbers; none of them changes it
-
-
-def _check_labels(name, labels):
-    """Check that labels are classes: 0, 1, …"""
-    if len(labels) > 0 and labels.min() < 0:
-        _require(False, name, f"from {int(labels.min())} on", "at least 0: numbers of classes")
-
-
-@torch.no_grad()
-def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
-    """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images (n, 3, H, W), on any device. The encoder works in eval mode and returns to its own modes:
-    there is no gradient, and no BatchNorm buffer changes."""
-    modes = {module: module.training for module in encoder.modules()}
-    encoder.eval()
-    weight = next(encoder.parameters())  # of the encoder's device and dtype
-    try:
-        parts = images.split(batch_size)
-        outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    features, z = zip(*outputs, strict=True)
-    return torch.cat(features).float(), unit(torch.cat(z).float())
-
-
-def knn_accuracy(
-    train: Tensor,
-    train_labels: Tensor,
-    test: Tensor,
-    test_labels: Tensor,
-    k: int = 200,
-    temperature: float = 0.5,
-) -> float:
-    """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
-    train (n, D), test (m, D), labels (n,), (m,). A k above n takes all n.
-    The defaults are those of [1]'s code."""
-    _check_labels("train_labels", train_labels)
-    train = unit(train.float())
-    members = F.one_hot(train_labels.long())  # (n, classes)
-    right = 0
-    parts = zip(unit(test.float()).split(1000), test_labels.split(1000), strict=True)
-    for rows, labels in parts:
-        with torch.autocast(train.device.type, enabled=False):  # 16 bits are too few
-            cosines = rows @ train.T
-        cosines, index = cosines.topk(min(k, len(train)))  # (1000, k)
-        weights = ((cosines - cosines[:, :1]) / temperature).exp()  # the nearest has 1: no overflow
-        votes = weights[..., None] * members[index]  # (1000, k, classes)
-        right += (votes.sum(1).argmax(1) == labels).sum()
-    return 100 * float(right) / len(test)
-
-
-@torch.inference_mode(False)  # it needs gradients, even where its caller wants none
-def linear_readout(
-    train: Tensor,
-    train_labels: Tensor,
-    test: Tensor,
-    test_labels: Tensor,
-    l2: float = 1e-3,
-) -> float:
-    """Classify by logistic regression, mean cross-entropy + l2/2 ‖W‖² → accuracy in percent.
-    train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features.
-    Nothing is random: L-BFGS solves the convex problem from zero, until the gradient is at most
-    1e-4, the loss stands still, or 200 steps are done."""
-    _check_labels("train_labels", train_labels)
-    mean, std = train.mean(0), train.std(0)
-    constant = std <= 1e-5 * train.abs().amax(0)
-    std = std.masked_fill(constant, INF)  # a constant feature becomes 0
-    x = ((train - mean) / std).detach()
-    labels = train_labels.long().clone()
-    classes = int(labels.max()) + 1
-    weight = x.new_zeros(classes, x.shape[1], requires_grad=True)
-    bias = x.new_zeros(classes, requires_grad=True)
-    settings = {"max_iter": 200, "tolerance_grad": 1e-4, "history_size": 20}
-    solver = torch.optim.LBFGS([weight, bias], line_search_fn="strong_wolfe", **settings)
-
-    def objective():
-        solver.zero_grad()
-        value = F.cross_entropy(F.linear(x, weight, bias), labels)
-        value = value + l2 / 2 * weight.square().sum()
-        value.backward()
-        return value.detach()
-
-    with torch.autocast(x.device.type, enabled=False):  # it would not see that weights move
-        solver.step(objective)
-        right = F.linear((test - mean) / std, weight, bias).argmax(1) == test_labels
-    return 100 * float(right.float().mean())
-
-
-@torch.no_grad()
-def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
-    """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
-    z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D. [4] plots its negative.
-    Ref: [5]; [4] Eq. 10"""
-    z, n = unit(z), len(z)
-    _require(n >= 2, "z", _describe(z), "(n, D) of at least two rows")
-    sums = []
-    for k, rows in enumerate(z.split(1000)):
-        with torch.autocast(z.device.type, enabled=False):
-            exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
-        exponents.diagonal(1000 * k).fill_(-INF)  # no row pairs with itself
-        sums.append(exponents.logsumexp(1))
-    return torch.cat(sums).logsumexp(0) - math.log(n) - math.log(n - 1)
-
-
-@torch.no_grad()
-def alignment(x: Tensor, y: Tensor) -> Tensor:
-    """Measure how near two views are: E ‖x_i − y_i‖², from 0 (equal) to 4 (opposite). Ref: [5]"""
-    return (unit(x) - unit(y)).square().sum(1).mean()
-
-
-@torch.no_grad()
-def tolerance(z: Tensor, labels: Tensor) -> Tensor:
-    """Measure how near samples of a class are: the mean cosine of pairs that share a label.
-    z (n, D), labels (n,) → in [−1, 1]. Ref: [4] Eq. 11, over pairs of one label, as its Table 1"""
-    _check_labels("labels", labels)
-    z = unit(z)
-    members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
-    with torch.autocast(z.device.type, enabled=False):
-        sums = members.T @ z  # (classes, D)
-    counts = members.sum(0)
-    cosines = sums.square().sum() - z.square().sum()  # ‖Σ z‖² sums all pairs, equal rows too
-    pairs = (counts * (counts - 1)).sum()
-    return cosines / pairs
-
-
-# ---- 11. Training: methods, and one loop. A method is an object with its own state and two calls:
+# ---- 12. Training: methods, and one loop. A method is an object with its own state and two calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
 #     after_step() → figures, once the encoder has moved
 # images (B, 3, H, W) and their places in the training set, index (B,); options go to the criterion.
@@ -2034,20 +1811,15 @@ def tolerance(z: Tensor, labels: Tensor) -> Tensor:
 
 class SimCLR(nn.Module):
     """Contrast two random views of each image with those of the batch.
-    criterion: a ContrastiveLoss; view_options: of `view`; partners: (images, labels) of the whole
-    training set: the second view then shows another image of the same class, a "true positive".
-    Ref: [6] Algorithm 1; [1] Fig. 2"""
+    criterion: a ContrastiveLoss; view_options: of `view`. Ref: [6] Algorithm 1"""
 
     pretrain = 0  # epochs before the encoder begins
     scheduled = ()  # further optimizers, at rates by the recipe
 
-    def __init__(
-        self, criterion: nn.Module, view_options: dict | None = None, partners: tuple | None = None
-    ):
+    def __init__(self, criterion: nn.Module, view_options: dict | None = None):
         super().__init__()
         self.criterion = criterion
         self.view_options = view_options or {}
-        self.partners = partners
 
     def embed_views(
         self, encoder: Callable, generator: torch.Generator | None, *images: Tensor
@@ -2066,24 +1838,11 @@ class SimCLR(nn.Module):
 
     def step(self, encoder: Callable, images: Tensor, index: Tensor, generator, **options) -> tuple:
         """Compute the loss of a batch, and figures."""
-        others = images
-        if self.partners is not None:
-            others = self.others_of_class(index, generator)
-        z, other = self.embed_views(encoder, generator, images, others)
+        z, other = self.embed_views(encoder, generator, images, images)
         return self.contrast(z, other, **options)
 
     def after_step(self) -> dict | None:
         """Update what the method owns, and return figures or None."""
-
-    def others_of_class(self, index: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw for each image another one of its class; itself if there is none, or no label (−1).
-        Partners on another device than the index make the host wait."""
-        images, labels = self.partners
-        labels = labels.to(index.device)
-        same = (labels == labels[index, None]) & (labels >= 0)  # (B, n)
-        log_w = torch.where(same, 0.0, -INF).scatter_(1, index[:, None], -20.0)
-        other = draw(log_w, 1, generator)[:, 0]
-        return images[other.to(images.device)].to(other.device)
 
 
 class Bank(SimCLR):
@@ -2114,72 +1873,6 @@ class Bank(SimCLR):
         self.bank.update(self.seen_index, self.seen_z)
 
 
-class Queue(SimCLR):
-    """Contrast a view with a key, embedded by a slow copy of the encoder; keys are the candidates.
-    size: how many keys of earlier batches are candidates. Take fewer than there are images, as an
-    older key of the anchor's image is a false negative. momentum: of the copy, in [0, 1).
-    Ref: [8] Algorithm 1, but the copy is in eval mode, and this batch's keys are candidates, too:
-    without them, their age would tell negatives from positives."""
-
-    def __init__(
-        self,
-        criterion: nn.Module,
-        encoder: nn.Module,
-        images: Tensor,
-        size: int = 4096,
-        momentum: float = 0.99,
-        view_options: dict | None = None,
-    ):
-        super().__init__(criterion, view_options)
-        _require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
-        _require(size >= 1, "size", size, "a whole number of at least 1")
-        self.momentum = momentum
-        self.slow = copy.deepcopy(encoder).requires_grad_(False).eval()
-        self.leader = (encoder,)  # in a tuple: it is no part of this module
-        first = torch.arange(size, device=images.device) * len(images) // size  # evenly spread
-        self.queue = MemoryBank(embed(encoder, images[first])[1])
-
-    def step(self, encoder, images, index, generator, group=None, **options):
-        z = unit(self.embed_views(encoder, generator, images)[0])
-        keys = unit(self.embed_views(self.slow, generator, images)[0])  # no gradient
-        self.keys = gather(keys, group)
-        place = torch.arange(len(keys), device=keys.device)
-        if group is not None:
-            place += distributed.get_rank(group) * len(keys)
-        candidates = torch.cat([self.keys, self.queue.rows])
-        given = {"negatives": candidates, "positive_index": place, "normalize": False}
-        return self.contrast(z, keys, group=group, **given, **options)
-
-    def after_step(self):
-        self.queue.push(self.keys)
-        follow(self.slow, self.leader[0], self.momentum)
-
-
-class CLAE(SimCLR):
-    """Contrast two views, and the first with a harder second one: the mean of both losses.
-    The second view moves against the encoder: x' = x + bound · sign ∂ℓ/∂x, within [0, 1].
-    bound: the largest change of a pixel, half of [10]'s ε.
-    Ref: after [10], which moves the first view against itself and keeps two BatchNorm statistics"""
-
-    def __init__(
-        self, criterion: nn.Module, bound: float = 0.015, view_options: dict | None = None
-    ):
-        super().__init__(criterion, view_options)
-        _require(0 < bound < 1, "bound", bound, "in (0, 1)")
-        self.bound = bound
-
-    def step(self, encoder, images, index, generator, return_stats=False, **options):
-        first = view(images, generator, **self.view_options)
-        second = view(images, generator, **self.view_options).requires_grad_()
-        z, other = encoder(torch.cat([first, second]))[1].chunk(2)
-        loss, figures = self.contrast(z, other, return_stats=return_stats, **options)
-        with torch.autocast(loss.device.type, enabled=False):
-            (slope,) = torch.autograd.grad(loss, second, retain_graph=True)
-        harder = (second + self.bound * slope.sign()).clamp(0, 1).detach()
-        harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
-        return (loss + harder_loss) / 2, figures
-
-
 class DiffHard(SimCLR):
     """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
     criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
@@ -2188,7 +1881,7 @@ class DiffHard(SimCLR):
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
-        objective = criterion.options.objective
+        objective = criterion.options["objective"]
         wanted = "ppcl, for pairs to be positives; or no pairs"
         _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
         self.game = game
@@ -2242,7 +1935,7 @@ def in_micro_batches(encoder: nn.Module, micro_batch: int) -> Callable:
     its place. The backward pass embeds each micro-batch again, with the same randomness. The
     gradient is exact, but BatchNorm in training mode normalises each micro-batch alone and moves
     its statistics twice. Ref: [11]"""
-    _require(micro_batch >= 1, "micro_batch", micro_batch, "at least 1")
+    _check_number("micro_batch", micro_batch, 1)
 
     def in_parts(images):
         some = images.split(micro_batch)
@@ -2299,7 +1992,7 @@ class Training:
     """Train an encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
     encoder      an Encoder
     images       uint8 (n, 3, H, W), on the encoder's device or, to save its memory, on the CPU
-    method       SimCLR, Bank, Queue, CLAE or DiffHard
+    method       SimCLR, Bank, DiffHard, or one of your own
     recipe       a row of RECIPES; epochs, batch_size, lr and weight_decay override it. Batches have
                  at most batch_size images, but at least two: of 5 images, 3 and 2 for batch_size 2
     schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
@@ -2333,47 +2026,40 @@ class Training:
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
         given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "weight_decay": weight_decay}
         self.recipe = RECIPES[recipe] | {k: x for k, x in given.items() if x is not None}
-        self.epochs = self.recipe["epochs"]
         self.encoder = encoder.to(memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
-        self.images = images
-        self.schedules = schedules or {}
+        self.images, self.schedules = images, schedules or {}
         self.micro_batch, self.group, self.seed = micro_batch, group, seed
-        self.generator = torch.Generator(self.device)
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
         self.rank, self.ranks = 0, 1
         if group is not None:
             _require(not method.scheduled, "group", "given", "None: one process plays a game")
             self.rank = distributed.get_rank(group)
             self.ranks = distributed.get_world_size(group)
-            for module in (encoder, method):  # all ranks begin as the first
-                for value in module.state_dict().values():
-                    distributed.broadcast(value, group=group, group_src=0)
-        n, size, lr = len(images), self.recipe["batch_size"], self.recipe["lr"]
-        least = max(2, self.ranks)
-        _require(n >= least, "images", n, "at least 2 to train on, and one for each rank")
-        for name, value, low in (("epochs", self.epochs, 1), ("batch_size", size, least)):
-            fits = isinstance(value, numbers.Integral) and value >= low
-            _require(fits, name, value, f"a whole number of at least {low}")
-        _require(0 < lr < INF, "lr", lr, "a number above 0")
-        self.steps_per_epoch = min(math.ceil(n / size), n // least)  # batches of nearly one size
+            for value in (*encoder.state_dict().values(), *method.state_dict().values()):
+                distributed.broadcast(value, group=group, group_src=0)  # all begin as the first
+        least = max(2, self.ranks)  # images in a batch
+        _check_number("images", len(images), least)
+        _check_number("epochs", self.recipe["epochs"], 1)
+        _check_number("batch_size", self.recipe["batch_size"], least)
+        _check_number("lr", self.recipe["lr"], 1e-12, 1e6, numbers.Real)
+        batches = math.ceil(len(images) / self.recipe["batch_size"])
+        self.steps_per_epoch = min(batches, len(images) // least)  # batches of nearly one size
+        self.epochs = self.recipe["epochs"]
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
-        self.epoch = -method.pretrain  # of the next step
-        self.step_in_epoch = 0
+        self.epoch, self.step_in_epoch = -method.pretrain, 0  # of the next step
         parts = [
             {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
         optimizer, self.rate = OPTIMIZERS[recipe]
         fused = self.device.type != "cpu"  # one launch for all parameters
-        self.optimizer = optimizer(parts, lr, fused=fused)
+        self.optimizer = optimizer(parts, self.recipe["lr"], fused=fused)
 
     def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
-            seed = self._seed_of_epoch()
-            if self.step_in_epoch == 0:
-                self.generator.manual_seed(seed * self.ranks + self.rank)
+            seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             batches = order.to(self.images.device).tensor_split(self.steps_per_epoch)
             for index in batches[self.step_in_epoch :]:
@@ -2382,7 +2068,7 @@ class Training:
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}
                 try:
                     figures = self._step(index, position)
-                except (_NotFinite, FloatingPointError) as error:
+                except FloatingPointError as error:
                     message = f"step {step} of {self.steps}: {error}; lower lr?"
                     raise FloatingPointError(message) from error
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
@@ -2404,49 +2090,38 @@ class Training:
         images = self.images[index]
         if self.device.type == "cuda" and images.device.type == "cpu":
             images = images.pin_memory()  # else the host would wait for the copy
+        images = images.to(self.device, non_blocking=True)
+        index = index.to(self.device, non_blocking=True)
         encoder = None
         if self.epoch >= 0:
             encoder = self.encoder.train()
             if self.micro_batch is not None:
                 encoder = in_micro_batches(encoder, self.micro_batch)
-        images = images.to(self.device, non_blocking=True)
-        index = index.to(self.device, non_blocking=True)
+        # each step has a seed of its own, so that a resumed run repeats it
+        seed = (self.seed * 10**9 + position) * self.ranks + self.rank
+        generator = torch.Generator(self.device).manual_seed(seed)
         asked = options | {"group": self.group, "return_stats": read}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            loss, figures = self.method.step(encoder, images, index, self.generator, **asked)
+            loss, figures = self.method.step(encoder, images, index, generator, **asked)
             if encoder is not None:
                 _descend(loss, self.optimizer, "encoder", self.group, read)
                 figures = {"loss": loss.detach()} | figures | options
             figures |= self.method.after_step() or {}
         return figures | {"images": share * self.ranks}
 
-    def _seed_of_epoch(self):
-        """Return a seed of this run and epoch, so that a resumed run repeats it."""
-        return self.seed * 100_003 + self.epoch
-
     def state_dict(self) -> dict:
         """Return all that a run needs to go on: tensors that train on, so save or deepcopy them."""
-        return {
-            "epoch": self.epoch,
-            "step_in_epoch": self.step_in_epoch,
-            "generator": self.generator.get_state(),
-            "encoder": self.encoder.state_dict(),
-            "method": self.method.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        parts = {name: getattr(self, name).state_dict() for name in PARTS}
+        return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from such a state."""
-        self.epoch = state["epoch"]
-        self.step_in_epoch = state["step_in_epoch"]
-        saved = state["generator"].cpu()
-        if saved.shape == self.generator.get_state().shape:
-            self.generator.set_state(saved)
-        else:  # saved on another kind of device
-            self.generator.manual_seed(self._seed_of_epoch() * self.ranks + self.rank)
-        self.encoder.load_state_dict(state["encoder"])
-        self.method.load_state_dict(state["method"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]
+        for name in PARTS:
+            getattr(self, name).load_state_dict(state[name])
+
+
+PARTS = ("encoder", "method", "optimizer")  # of a Training, with a state
 
 
 def _has_bfloat16(device):

@@ -31,9 +31,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng as rng
-from scipy.optimize import minimize
-from scipy.special import logsumexp, rel_entr
-from scipy.stats import norm
+from scipy.optimize import linear_sum_assignment, linprog
+from scipy.special import softmax
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -62,7 +61,7 @@ HERE = Path(__file__).resolve().parent
 README = (HERE / "README.md").read_text()
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 PRESETS = sorted(hardneg.PRESETS)
-METHODS = ["simclr", "bank", "queue", "clae", "diffhard"]
+METHODS = ["simclr", "bank", "diffhard"]
 PAIRS = list(itertools.product(hardneg.WEIGHTS, hardneg.OBJECTIVES))
 COUPLING = {"epsilon": 2.0, "cost": "exp", "kappa": 2.0, "temperature": 0.5}
 WEIGHT_OPTIONS = {"uniform": {}, "tilted": {"beta": 1.5}, "hardest": {}, "top": {"alpha": 0.35}}
@@ -162,12 +161,61 @@ def masked_logits(seed, a, n, share=0.3, empty=False):
     return logits
 
 
+def masked(x):
+    """Convert to a tensor in float64 that has MASKED in place of −∞."""
+    return torch.as_tensor(x).double().clamp_min(hardneg.MASKED)
+
+
+def infinite(log_w):
+    """Write −∞ where a log weight counts as masked."""
+    return log_w.masked_fill(log_w < hardneg.FAR / 1e5, -INF)
+
+
+def log_count(logits):
+    """Compute log N_i of masked logits."""
+    return (logits > hardneg.FAR).sum(-1).clamp_min(1).to(logits.dtype).log()
+
+
+def couple(log_kernel, *options, **more):
+    """Couple by Sinkhorn: f, g and its error."""
+    return hardneg.sinkhorn(lambda: [masked(log_kernel).to(log_kernel.dtype)], *options, **more)
+
+
+def weigh(name, pos, neg, **options):
+    """Answer question 2 by the name of a rule → log w (A, N), log w⁺ (A, M)."""
+    t = options.pop("temperature", 1.0)
+    options = hardneg.settle({"weights": name, "tau_plus": 0.1} | options)
+    pos, neg = masked(pos), masked(neg)
+    potential = neg.new_zeros(())
+    if name == "transported":
+        kernel = hardneg.log_weights(neg, neg, potential, t, options)
+        potential = couple(kernel)[1]
+    return hardneg.weigh(pos, neg, log_count(neg), potential, t, options)
+
+
 def log_weights(name, logits, **options):
     """Compute a rule's log weights as a loss uses them: with mean 1, or 0 and −∞."""
-    log_w = getattr(hardneg, name)(logits, **options)
-    if name in ("uniform", "top"):
-        return log_w
-    return hardneg.mean_one(log_w, (logits > -INF).sum(-1).to(logits.dtype).log())
+    logits = masked(logits)
+    return infinite(weigh(name, logits[:, :1], logits, **options)[0])
+
+
+def log_negatives(pos, neg, log_w, tau_plus=0.0, t=1.0, log_w_pos=None, debias="published"):
+    """Compute the log of the debiased sum over negatives, as `answer` does."""
+    pos, neg, log_w = masked(pos), masked(neg), masked(log_w)
+    log_w_pos = hardneg.uniform(pos) if log_w_pos is None else masked(log_w_pos)
+    options = {"tau_plus": tau_plus, "debias": debias, "weights": "top"}  # W is Σ w
+    return hardneg._log_negatives(pos, neg, log_w, log_w_pos, log_count(neg), t, options)[0]
+
+
+def judge(objective, pos, neg, log_w, margin=0.0, **debiasing):
+    """Compute an objective by name from logits, or for simple and triplet from cosines."""
+    pos, neg, log_w = masked(pos), masked(neg), masked(log_w)
+    if objective == "simple":
+        return hardneg.simple(pos, neg, log_w)
+    if objective == "triplet":
+        return hardneg.triplet(pos, neg, log_w, margin)
+    negatives = log_negatives(pos, neg, log_w, **debiasing)
+    return hardneg.OF_LOGITS[objective](pos, negatives)
 
 
 def statements():
@@ -184,11 +232,8 @@ def statements():
 
 def weights_alike(rule, pos, neg, **options):
     """Weigh candidates and positives by one function → log w, log w⁺, (pos, neg) in torch."""
-    pos, neg = torch.tensor(pos), torch.tensor(neg)
-    names = {"tilted": ["beta"], "top": ["alpha"]}.get(rule, [])
-    log_w = log_weights(rule, neg, **{name: options[name] for name in names})
-    options = hardneg.Options(weights=rule, **options)
-    return log_w, hardneg.weigh_alike(pos, neg, log_w, options), (pos, neg)
+    log_w, log_w_pos = weigh(rule, pos, neg, debias="exact", **options)
+    return log_w, log_w_pos, (masked(pos), masked(neg))
 
 
 def with_slope(value, x):
@@ -235,10 +280,56 @@ def agree(x, v, k=0, tolerance=1e-10, block_size=None, weight=None, **options):
     same(found, theirs(x, v, k, weight, **options), tolerance)
 
 
+def marginals_of(allowed):
+    """Make the equations of couplings on allowed entries: Σ_j P_ij = 1/A, Σ_i P_ij = 1/N."""
+    entries, matrix, masses = np.argwhere(allowed), [], []
+    for axis in (0, 1):
+        lines = np.unique(entries[:, axis])
+        matrix += [entries[:, axis] == line for line in lines]
+        masses += [1 / len(lines)] * len(lines)
+    return np.array(matrix, dtype=np.float64), np.array(masses)
+
+
 def feasible(allowed):
-    """Tell whether a coupling can use every allowed entry; if not, Sinkhorn is slow."""
-    used = oracle.usable(allowed) == allowed
-    return bool(used.all()) and oracle.sinkhorn(np.where(allowed, 0, -INF))[3] < 1e-6
+    """Tell whether a coupling can use every allowed entry; if not, Sinkhorn is slow.
+
+    If half of a batch shares a label, its anchors take all candidates of the other half: entries
+    within the other half carry no mass. The largest possible least mass is above 0 if none is so.
+    """
+    used, count = allowed.any(1).sum() * allowed.any(0).sum(), allowed.sum()
+    if count == used:
+        return True
+    matrix, masses = marginals_of(allowed)
+    above = np.hstack([matrix, matrix.sum(1, keepdims=True)])  # P_ij = a rest + the least mass
+    objective = np.append(np.zeros(count), -1)
+    result = linprog(objective, A_eq=above, b_eq=used * masses)  # masses are whole numbers
+    return result.status == 0 and -result.fun > 1 / (2 * count)
+
+
+def exact_coupling(cost):
+    """Find the coupling of least cost by linear programming; +∞ masks an entry."""
+    allowed = cost < INF
+    matrix, masses = marginals_of(allowed)
+    result = linprog(cost[allowed], A_eq=matrix, b_eq=masses)
+    assert result.status == 0, result.message
+    plan = np.zeros(cost.shape)
+    plan[allowed] = result.x  # row by row, as the entries are
+    return plan
+
+
+def product_coupling(allowed):
+    """Find the coupling of largest entropy on allowed entries: of all, the product of marginals."""
+    return oracle.sinkhorn(np.where(allowed, 0.0, -INF))[0]
+
+
+def central_difference(function, x):
+    """Compute ∂f/∂x ≈ (f(x + h) − f(x − h)) / 2h by entry; its error is O(h²) + rounding / h."""
+    h, out = 1e-6, np.zeros(np.shape(x))
+    for place in np.ndindex(out.shape):
+        step = np.zeros(out.shape)
+        step[place] = h
+        out[place] = (function(x + step) - function(x - step)) / (2 * h)
+    return out
 
 
 def allowed_pairs(b, v, labels=None):
@@ -262,67 +353,6 @@ def similarities(x, y, labels=None):
     cosines, places = z @ z.T, np.arange(2 * b)
     pos = cosines[places, (places + b) % (2 * b)][:, None]
     return pos, np.where(allowed_pairs(b, 2, labels=labels), cosines, -INF)
-
-
-def some_coupling(seed, allowed):
-    """Draw a coupling with uniform marginals on allowed entries, for odd seeds an extreme point."""
-    cost = np.where(allowed, rng(seed).uniform(0, 3, allowed.shape), INF)
-    return oracle.exact_coupling(cost) if seed % 2 else oracle.sinkhorn(-cost)[0]
-
-
-def hardness(x, y, epsilon=None, **options):
-    """Compute E_P[cos(x, x⁻)] from hardneg's difference of means.
-
-    Negatives are uniform if epsilon is None.
-    """
-    x, y = torch.as_tensor(x), torch.as_tensor(y)
-    weights = {} if epsilon is None else {"weights": "transported", "epsilon": epsilon}
-    losses = contrastive_loss(x, y, loss="simple", reduction="none", **weights, **options)
-    aligned = (hardneg.unit(x) * hardneg.unit(y)).sum(1)
-    return float((losses + (aligned if "negatives" in options else aligned.repeat(2))).mean())
-
-
-def check_packing(counts, d, most, spread):
-    """Minimise L*_∞ over points on the sphere, counts[c] of class c, and return the class centres.
-
-    β grows first, as L*_∞ has kinks; then the steps on L*_∞ shrink.
-    The function asserts a packing of mean `most`.
-    """
-    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    other = torch.cat([torch.arange(n).roll(1) + sum(counts[:c]) for c, n in enumerate(counts)])
-    z = torch.tensor(normal(0, len(labels), d), requires_grad=True)
-
-    def loss(weights, beta=1.0):
-        return contrastive_loss(
-            z,
-            z[other],
-            loss="simple",
-            labels=labels,
-            temperature=1,
-            block_size=0,
-            weights=weights,
-            beta=beta,
-        )
-
-    optimizer = torch.optim.Adam([z], lr=0.05)
-    for step in range(300):
-        optimizer.zero_grad()
-        loss("tilted", beta=2 * 100 ** (step / 300)).backward()
-        optimizer.step()
-    for step in range(200):
-        z.data = hardneg.unit(z.data)
-        (gradient,) = torch.autograd.grad(loss("hardest"), z)
-        z.data -= 0.03 * 1e-3 ** (step / 200) * len(labels) * gradient
-    classes = [oracle.unit(numpy(z)[labels == c]) for c in range(len(counts))]
-    assert max(np.ptp(rows, axis=0).max() for rows in classes) < spread
-    centres = oracle.unit(np.array([rows.mean(0) for rows in classes]))
-    assert (
-        (1 - 1e-3) * most
-        <= oracle.ball_packing(centres, np.array(counts) / sum(counts))
-        <= most + 1e-9
-    )
-    close(loss("hardest"), -most / 2, 1e-3)
-    return centres
 
 
 class Operations(TorchDispatchMode):
@@ -352,10 +382,8 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Let no value be read, and call operators as plain Python: a mode sees inside them."""
+    """Let no value be read."""
     monkeypatch.setattr(hardneg, "_may_read", lambda x: False)
-    for name in ("_blocks", "_couple_detached"):
-        monkeypatch.setattr(hardneg, name, getattr(hardneg, name)._init_fn)
 
 
 def edited(name, function):
@@ -367,6 +395,8 @@ def edited(name, function):
             return result[0], result[1] + torch.linspace(0, 1, len(result[1])), result[2]
         if name == "answer":
             return result._replace(losses=2 * result.losses)
+        if name == "published":
+            return 0.7 * result[0], result[1]
         return 0.3 * arguments[0] if name in hardneg.WEIGHTS else 0.7 * result  # [0]: logits
 
     return edit
@@ -473,9 +503,7 @@ def make(name, criterion, encoder, images, **options):
         return hardneg.DiffHard(criterion, options.pop("game", None) or tiny_game(images.shape[-1]))
     if name == "bank":
         return hardneg.Bank(criterion, encoder, images, **options)
-    if name == "queue":
-        return hardneg.Queue(criterion, encoder, images, **{"size": 100} | options)
-    return {"simclr": hardneg.SimCLR, "clae": hardneg.CLAE}[name](criterion, **options)
+    return hardneg.SimCLR(criterion, **options)
 
 
 def begin(images, name="simclr", loss="simclr", init=0, method_options=None, **options):
@@ -515,7 +543,7 @@ VARIANTS += [{"negatives": "of each"}]
 
 
 def losses_of(group):
-    """Compute losses of a rank's samples, their mean gradients and statistics, in one list."""
+    """Compute losses of a rank's samples and their mean gradients, in one list."""
     rank = 0 if group is None else torch.distributed.get_rank(group)
     shares = torch.arange(6).view(1 if group is None else 2, -1)
     x, bank, share, found = embeddings(0, 3, 6, 5), embeddings(1, 7, 4), shares[rank], []
@@ -540,10 +568,8 @@ def losses_of(group):
         elif options.get("negatives") == "of each":
             options |= {"negatives": of_each[share], "weights": "tilted" if loss == "ot" else None}
         views = [encoder(view[share]) for view in x[:v]]
-        options |= {"loss": loss, "group": group, "return_stats": True}
-        value, stats = contrastive_loss(*views, **options)
-        add(value)
-        found += stats.values()
+        options |= {"loss": loss, "group": group}
+        add(contrastive_loss(*views, **options))
     images, texts, given = (encoder(view[share]) for view in x)
     for one, other in ((images, texts), (texts, images)):  # CLIP
         rows = hardneg.gather(other, group)
@@ -563,15 +589,15 @@ def runs_of(group):
     """Train with every method for several processes → the state and the figures."""
     found, view, images = [], hardneg.view, shapes(25, seed=1, size=8)[0]
     hardneg.view = lambda images, *_, **__: images / 255  # each rank draws its own views
-    for name in ("simclr", "bank", "queue", "clae"):
+    for name in ("simclr", "bank"):
         encoder = Plain()
         method = make(name, hardneg.ContrastiveLoss("hcl", tau_plus=0.01), encoder, images)
         if group is not None:  # all begin as the first
             encoder.layers[0].bias.data += torch.distributed.get_rank(group)
         options = {"epochs": 2, "batch_size": 12, "lr": 0.1, "bfloat16": False, "group": group}
         training = hardneg.Training(encoder, images[:24], method, "sgd", **options)
-        seen = [(p["loss"], p["positive"], torch.tensor(p["images"])) for p in training]
-        found += tensors_of(({**training.state_dict(), "generator": None}, seen))  # one per rank
+        seen = [(p["loss"], torch.tensor(p["images"])) for p in training]
+        found += tensors_of((training.state_dict(), seen))
     hardneg.view = view
     return found
 
@@ -582,7 +608,7 @@ def start(words, folder):
     return subprocess.Popen([sys.executable, *words], cwd=folder, env=ALONE, **pipes)
 
 
-# ---- Section 1: weights
+# ---- Sections 2 and 5: weights, transport
 class TestWeights:
     """The rules uniform, tilted, hardest, top and transported are the oracle's."""
 
@@ -595,22 +621,10 @@ class TestWeights:
         assume(name != "transported" or feasible(logits > -INF))
         drawn = {"top": {"alpha": round(alpha, 2)}, "tilted": {"beta": beta}}
         options = (WEIGHT_OPTIONS | drawn)[name]
-        log_w = getattr(hardneg, name)(torch.tensor(logits), **options)
         wanted = getattr(oracle, name)(logits, **options)
-        assert torch.equal(log_w > -INF, torch.tensor(wanted > -INF))
         used = (logits > -INF).any(1)
-        found = log_weights(name, torch.tensor(logits[used]), **options)
+        found = log_weights(name, logits[used], **options)
         close(found, wanted[used], 1e-10)
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    def test_counts_are_exact_in_half_precision(self, dtype):
-        for weights in (hardneg.hardest, hardneg.tilted, hardneg.uniform):
-            log_w = weights(torch.zeros(1, 70000, dtype=dtype))
-            assert log_w.dtype == dtype and log_w.abs().max() < 0.1
-        logits = embeddings(10, 2, 300).to(dtype)
-        logits[:, :3] = -INF
-        kept, wanted = ((hardneg.top(x, alpha=0.5) == 0).sum(1) for x in (logits, logits.double()))
-        assert (kept == wanted).all()
 
 
 class TestTilted:
@@ -623,7 +637,7 @@ class TestTilted:
         x, options = normal(7, 8, 3), {"loss": "hcl", "beta": beta, "block_size": block_size}
         same(ours(x, 2, dtype=dtype, **options), theirs(x, 2, loss="debiased"), tolerance)
 
-    EXTREMES = [(1, 0.5), (100, 0.1), (1e4, 0.1), (1e8, 0.5), (2e-38, 1e9)]
+    EXTREMES = [(1, 0.5), (100, 0.1), (1e4, 0.1), (1e8, 0.5), (2e-10, 1e6)]
 
     @pytest.mark.parametrize("beta, t", EXTREMES)
     @pytest.mark.parametrize("crowded", [False, True])
@@ -662,18 +676,22 @@ class TestTransported:
     def test_epsilon_or_cost_beyond_the_dtype(self):
         """t/ε underflows while the potentials still count; costs that overflow are all equal."""
         x, labels = normal(9, 16, 4), [0, 1, 0, 2, 3, 0, 1, 4]
-        options = {"loss": "ot", "labels": labels, "epsilon": 1e38}
+        options = {"loss": "ot", "labels": labels, "epsilon": 1e9}
         close(ours(x, 2, dtype=torch.float32, **options)[0], theirs(x, 2, **options)[0], 1e-5)
-        even = ours(x, 2, dtype=torch.float32, loss="ot", cost="exp", kappa=-200.0)
+        even = ours(x, 2, dtype=torch.float32, loss="ot", cost="exp", kappa=-99.0)
         close(even[0], theirs(x, 2)[0], 1e-5)
 
     def test_a_cost_of_any_size_has_finite_gradients(self):
         """κ is ε in another unit: κ and ε e^{−κ} give the numbers of 0 and ε."""
         x, y = embeddings(1, 2, 5, 3)
         found = []
-        for kappa in (0.0, -60.0):
+        for kappa in (0.0, -19.0):
             t = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-            options = {"cost": "exp", "kappa": kappa, "epsilon": 3 * math.exp(-kappa)}
+            options = {
+                "cost": "exp",
+                "kappa": kappa,
+                "epsilon": 3 * math.exp(-kappa),
+            }  # at most 1e9
             options |= {"loss": "ot", "detach_weights": False, "labels": [0, 0, 1, 2, 3]}
             found.append(with_slope(contrastive_loss(x, y, temperature=t, **options), t))
         same(*found, 1e-6)
@@ -693,7 +711,8 @@ class TestSinkhorn:
         close(costs[torch.tensor(allowed)], oracle.ground_cost(cosines[allowed], cost, 2.0), 1e-12)
         kernel = -costs / max(epsilon, 2.0 if cost == "exp" else 0.5)  # settles in 1000 steps
         before = kernel.clone()
-        for function in (kernel, lambda: iter(kernel.split(size))):
+        finite_kernel = masked(kernel)
+        for function in (lambda: [finite_kernel], lambda: iter(finite_kernel.split(size))):
             f, g, error = hardneg.sinkhorn(function)
             assert error <= 1e-12 and finite(f, g) and torch.equal(kernel, before)
             plan = torch.exp(f[:, None] + kernel + g)
@@ -703,7 +722,7 @@ class TestSinkhorn:
 
     @pytest.mark.filterwarnings("error")
     def test_nothing_allowed_is_no_error(self):
-        f, g, error = hardneg.sinkhorn(torch.full((3, 4), -INF, dtype=torch.float64))
+        f, g, error = couple(torch.full((3, 4), -INF, dtype=torch.float64))
         assert error == 0 and finite(f, g)
 
     @pytest.mark.parametrize("tolerance, steps", [(None, 1000), (0.01, 1000), (0.0, 2)])
@@ -713,7 +732,7 @@ class TestSinkhorn:
         kernel = torch.tensor(rng(seed).uniform(-5, 0, (a, n)), dtype=dtype)
         used = a - (a > 1 and seed % 2)  # rows; the others are fully masked
         kernel[used:] = -INF
-        f, g, error = hardneg.sinkhorn(kernel, tolerance, steps)
+        f, g, error = couple(kernel, False, tolerance, steps)
         assert f.dtype == g.dtype == error.dtype == dtype
         plan = torch.exp(f[:, None] + kernel + g).double()
         close(plan.sum(0), np.full(n, 1 / n), rounding)
@@ -723,16 +742,16 @@ class TestSinkhorn:
 
     def test_says_that_it_has_not_converged(self):
         with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
-            hardneg.sinkhorn(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 0.0, max_steps=2)
+            couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), False, 0.0, max_steps=2)
 
     def test_refuses_to_take_no_step(self):
         with pytest.raises(hardneg.InvalidArgument, match="^max_steps is 0; it must be "):
-            hardneg.sinkhorn(torch.zeros(2, 2), max_steps=0)
+            couple(torch.zeros(2, 2), max_steps=0)
 
     @given(**SEEDS)
     def test_exact_rows_do_not_stop_the_first_step(self, seed):
         kernel = embeddings(seed, 3, 4).log_softmax(1) - math.log(3)
-        f, g, _ = hardneg.sinkhorn(kernel)
+        f, g, _ = couple(kernel)
         close(torch.exp(f[:, None] + kernel + g).sum(0), np.full(4, 0.25), 1e-11)
 
     def test_nan_stops_it(self):
@@ -746,28 +765,60 @@ class TestSinkhorn:
         hardneg.sinkhorn(kernel)
         assert kernel.call_count > 8 and kernel.call_count % 8 == 1  # the first is at step 0
 
-    def test_takes_32_steps_while_a_graph_is_captured(self, monkeypatch):
-        monkeypatch.setattr(hardneg, "_is_concrete", lambda x: False)
-        kernel = embeddings(0, 6, 6)
-        blocks = Mock(return_value=[kernel])
-        with Operations() as operations:
-            f, g, _ = hardneg.sinkhorn(blocks)
-        assert not operations.reads() and blocks.call_count == 33
-        plan = torch.exp(f[:, None] + kernel + g)
-        close(plan, oracle.sinkhorn(numpy(kernel))[0], 1e-6)
-
     def test_a_huge_kernel_is_computed_again(self, monkeypatch):
-        kernel = Mock(wraps=hardneg._log_kernel)
-        monkeypatch.setattr(hardneg, "_log_kernel", kernel)
+        kernel = Mock(wraps=hardneg.transported)
+        monkeypatch.setattr(hardneg, "transported", kernel)
         x, y = embeddings(0, 2, 2100, 4).float()
         contrastive_loss(x, y, loss="ot", epsilon=1.0)
-        count = math.ceil(4200 / (2**20 // 4200))
-        assert kernel.call_count > 2 * count and kernel.call_count % count == 0
+        count = math.ceil(4200 / (2**20 // 4200))  # of blocks, in each pass and in the loss
+        assert kernel.call_count > 3 * count and kernel.call_count % count == 0
+
+    @given(**SEEDS, samples=st.integers(4, 6), epsilon=st.floats(0.4, 3), labelled=BOOLEANS)
+    def test_a_symmetric_plan_is_the_same(self, seed, samples, epsilon, labelled):
+        """One pass a step, both marginals, and fully masked rows carry no mass."""
+        z = oracle.unit(normal(seed, 2 * samples, 3))
+        owners = np.tile(np.arange(samples), 2)
+        allowed = owners[:, None] != owners
+        if labelled:
+            allowed[[0, samples]] = allowed[:, [0, samples]] = False
+        kernel = torch.tensor(np.where(allowed, (z @ z.T - 1) / epsilon, -INF))
+        f, g, error = couple(kernel, True)
+        assert error <= 1e-12 and finite(f, g)
+        plan = torch.exp(f[:, None] + kernel + g)
+        close(plan, oracle.sinkhorn(numpy(kernel))[0], 1e-10)
+        close(plan, plan.T, 1e-10)
+
+    def test_a_symmetric_step_settles_where_classes_cluster(self):
+        """Alternation takes hundreds of steps, the symmetric one a few."""
+        centres, noise = normal(0, 8, 16), normal(1, 128, 16)
+        x = oracle.unit(np.tile(centres, (16, 1)) + 0.1 * noise)
+        z = np.concatenate([x, oracle.unit(x + 0.02 * normal(2, 128, 16))])
+        owners = np.tile(np.arange(128), 2)
+        kernel = torch.tensor(np.where(owners[:, None] != owners, (z @ z.T - 1) / 0.1, -INF))
+        calls = {}
+        for symmetric in (True, False):
+            blocks = Mock(return_value=[masked(kernel)])
+            hardneg.sinkhorn(blocks, symmetric, 1e-5, 5000)
+            calls[symmetric] = blocks.call_count
+        assert calls[True] <= 12 and calls[False] >= 100
+
+    @pytest.mark.parametrize("options", [{}, {"labels": [0, 1, 0, 2, 3, 4]}])
+    def test_only_batches_are_symmetric(self, monkeypatch, options):
+        x, y = embeddings(3, 2, 6, 3)
+        asked = Mock(wraps=hardneg.sinkhorn)
+        monkeypatch.setattr(hardneg, "sinkhorn", asked)
+        mask = torch.ones(12, 12).bool()
+        calls = [({}, True), ({"negative_mask": mask}, False), ({"absolute_margin": 0.1}, False)]
+        for more, symmetric in calls:
+            contrastive_loss(x, y, loss="ot", epsilon=1.0, **options, **more)
+            assert asked.call_args.args[1] == symmetric
+        contrastive_loss(x, y, loss="ot", epsilon=1.0, negatives=embeddings(1, 12, 3))
+        assert not asked.call_args.args[1]
 
 
-# ---- Section 2: objectives
+# ---- Section 3: objectives
 class TestObjectives:
-    """nce, simple, triplet, ppcl, decoupled and `debiased` are the oracle's."""
+    """nce, simple, triplet, ppcl, decoupled and the debiased sum are the oracle's."""
 
     JUDGED = {**MATRICES, "m": st.integers(1, 3), "t": TEMPERATURES, "margin": MARGINS}
     JUDGED |= {"tau_plus": st.sampled_from([0, 0.1, 0.4, 0.9])}
@@ -783,32 +834,36 @@ class TestObjectives:
             pos[1:, 1:][normal(seed + 1, a - 1, m - 1) > 0] = -INF
         log_w = getattr(oracle, weights)(neg, **WEIGHT_OPTIONS[weights])
         log_w_pos = oracle.tilted(pos, 0.7) if weighted or objective == "ppcl" else None
-        options = {"tau_plus": tau_plus, "temperature": t, "log_w_pos": log_w_pos}
-        options = {"simple": {}, "triplet": {"margin": margin}}.get(objective, options)
-        wanted = getattr(oracle, objective)(pos, neg, log_w, **options)
-        if options.get("log_w_pos") is not None:
-            options["log_w_pos"] = torch.tensor(log_w_pos)
-        got = getattr(hardneg, objective)(*map(torch.tensor, (pos, neg, log_w)), **options)
+        options = {"tau_plus": tau_plus, "log_w_pos": log_w_pos}
+        if objective in ("simple", "triplet"):
+            options = {"simple": {}, "triplet": {"margin": margin}}[objective]
+            wanted = getattr(oracle, objective)(pos, neg, log_w, **options)
+            got = judge(objective, pos, neg, log_w, **options)
+        elif objective == "debiased":
+            wanted = oracle.debiased(pos, neg, log_w, temperature=t, **options)
+            got = log_negatives(pos, neg, log_w, t=t, **options)
+        else:
+            wanted = getattr(oracle, objective)(pos, neg, log_w, temperature=t, **options)
+            got = judge(objective, pos, neg, log_w, t=t, **options)
         close(got, wanted, 1e-10)
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    @given(**SEEDS, filling=st.sampled_from([-INF, -1.0, 0.3, 50.0]), tau_plus=LOW_TAUS)
+    @given(**SEEDS, filling=st.sampled_from([-1e30, -1.0, 0.3, 50.0]), tau_plus=LOW_TAUS)
     def test_candidates_without_weight_do_not_count(self, objective, seed, filling, tau_plus):
         pos, neg = embeddings(seed, 4, 2), normal(seed + 1, 4, 5)
-        log_w = masked_logits(seed, 4, 5, empty=True)
+        log_w = masked_logits(seed, 4, 5)
         options = {} if objective in ("simple", "triplet") else {"tau_plus": tau_plus}
         found = []
         for values in (neg, np.where(log_w == -INF, filling, neg)):
             leaf = torch.tensor(values, requires_grad=True)
-            losses = getattr(hardneg, objective)(pos, leaf, torch.tensor(log_w), **options)
-            found.append(with_slope(losses, leaf))
+            found.append(with_slope(judge(objective, pos, leaf, log_w, **options), leaf))
         same(*found, 1e-12)
         assert (numpy(found[1][1])[log_w == -INF] == 0).all()
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
     def test_nan_of_one_anchor_stays_with_it(self, objective):
         neg = torch.tensor([[0.1, math.nan], [0.1, 0.2]])
-        losses = getattr(hardneg, objective)(torch.tensor([[0.5], [0.0]]), neg, torch.zeros(2, 2))
+        losses = judge(objective, torch.tensor([[0.5], [0.0]]), neg, torch.zeros(2, 2))
         assert losses.isnan().tolist() == [True, False]
 
 
@@ -817,11 +872,23 @@ class TestDebiased:
 
     @pytest.mark.parametrize("easy, warns", [(1, False), (2, False), (3, True)])
     def test_warns_if_the_floor_binds_for_more_than_half(self, easy, warns):
-        neg = torch.tensor([[-2.0, -2.0]] * easy + [[2.0, 2.0]] * (4 - easy))
+        """A view far from its other one, beside views that are equal."""
+        x = torch.eye(5)[:4]
+        y = torch.cat([x[:easy], -x[easy:]])
+        options = {"loss": "debiased", "temperature": 0.3, "reduction": "none"}
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            hardneg.debiased(torch.ones(4, 1), neg, torch.zeros(4, 2), 0.1, 0.5)
-        assert len(said) == warns
+            contrastive_loss(x, y, tau_plus=0.2, **options)
+            contrastive_loss(x, y, **options)  # by default the floor says that all is well
+            _, stats = contrastive_loss(x, y, tau_plus=0.2, return_stats=True, **options)
+        assert stats["clamped"] == easy / 4 and len(said) == 3 * warns
+
+    def test_a_warning_names_the_callers_line(self):
+        x, module = torch.eye(4), hardneg.ContrastiveLoss("debiased", tau_plus=0.5)
+        for call in (partial(contrastive_loss, loss="debiased", tau_plus=0.5), module):
+            with pytest.warns(UserWarning, match="for most anchors") as said:
+                call(x, x)
+            assert said[0].filename == __file__
 
     def test_warnings_come_once(self):
         """The floor binds for close views at low t; half in one class do not couple."""
@@ -851,7 +918,7 @@ class TestExactDebiasing:
     DRAWN |= {"detach_weights": BOOLEANS, "block_size": BLOCK_SIZES}
 
     @pytest.mark.parametrize("weights", hardneg.EXACTLY_DEBIASED)
-    @pytest.mark.parametrize("objective", hardneg.DEBIASED)
+    @pytest.mark.parametrize("objective", hardneg.OF_LOGITS)
     @given(**SAMPLES, **DRAWN)
     def test_is_the_oracles(self, weights, objective, seed, v, b, classes, **options):
         labels = None if classes is None else rng(seed).integers(classes, size=b)
@@ -869,7 +936,7 @@ class TestExactDebiasing:
         w = log_w[:, of_class:].exp()
         assume(w.sum() > 0)  # else only the own class is kept
         truth = log_w.exp().sum() * (w * torch.tensor(rest).exp()).sum() / w.sum()
-        found = hardneg.debiased(*settings, log_w, tau_plus, 1, log_w_pos, debias="exact")
+        found = log_negatives(*settings, log_w, tau_plus, 0.1, log_w_pos, "exact")  # a low floor
         close(found.exp(), truth[None], 1e-10)
 
     @given(**MATRICES, m=st.integers(1, 4), rule=RULES, t=st.floats(0.1, 2), tau=st.floats(0.01, 1))
@@ -877,11 +944,11 @@ class TestExactDebiasing:
         """At least the published mean for uniform weights; at most that, or the largest e^s."""
         neg, pos = masked_logits(seed, a, n), normal(seed + 1, a, m)
         log_w, log_w_pos, settings = weights_alike(rule, pos, neg, beta=2.0, alpha=0.5)
-        arguments = {"tau_plus": tau * 0.9, "temperature": t}
-        found = hardneg.debiased(*settings, log_w, log_w_pos=log_w_pos, debias="exact", **arguments)
-        plain = hardneg.debiased(*settings, hardneg.uniform(settings[1]), **arguments)
+        arguments = {"tau_plus": tau * 0.9, "t": t}
+        found = log_negatives(*settings, log_w, log_w_pos=log_w_pos, debias="exact", **arguments)
+        plain = log_negatives(*settings, hardneg.uniform(settings[1]), **arguments)
         total = hardneg.log_sum(log_w)
-        low = plain + total - (settings[1] > -INF).double().sum(1).log()
+        low = plain + total - log_count(settings[1])
         high = torch.maximum(low, settings[1].amax(1) + total)
         assert (low - 1e-9 <= found).all() and (found <= high + 1e-9).all()
 
@@ -889,8 +956,9 @@ class TestExactDebiasing:
     def test_positives_count_alike_if_no_weights_are_given(self, seed, a, n, m, tau):
         neg, pos = masked_logits(seed, a, n), normal(seed + 1, a, m)
         log_w, _, settings = weights_alike("tilted", pos, neg, beta=0.5)
-        found = hardneg.debiased(*settings, log_w, tau, debias="exact")
-        close(found, oracle.debiased(pos, neg, log_w.numpy(), tau, debias="exact"), 1e-10)
+        found = log_negatives(*settings, log_w, tau, debias="exact")
+        wanted = oracle.debiased(pos, neg, numpy(infinite(log_w)), tau, debias="exact")
+        close(found, wanted, 1e-10)
 
     @given(**SAMPLES, v=st.integers(2, 4), tau_plus=st.floats(0, 0.9), t=TEMPERATURES)
     def test_at_beta_0_is_published(self, seed, v, b, tau_plus, t):
@@ -903,27 +971,19 @@ class TestExactDebiasing:
         """τ_i ≥ 1, although less than all of e^s is the class's: no weight is left for others."""
         pos, neg = np.array([[1.0]]), np.array([[3.0] + [-3.0] * 9])
         log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=0.5)
-        assert hardneg._log_class_share(*settings, log_w, log_w_pos, 0.5) > 0
-        found = hardneg.debiased(*settings, log_w, 0.5, 1, log_w_pos, debias="exact")
-        close(found, hardneg.debiased(*settings, log_w * 0, 0.5), 1e-12)
+        half, log_n = torch.tensor(0.5), torch.tensor(10.0).double().log()
+        assert hardneg.class_share(settings[0], log_w_pos, log_n, hardneg.log_sum(log_w), half) > 0
+        found = log_negatives(*settings, log_w, 0.5, 1, log_w_pos, "exact")
+        close(found, log_negatives(*settings, log_w * 0, 0.5), 1e-12)
 
     def test_warns_where_positives_are_views(self):
         """Views are too near for samples of a class, which would have more than all weight."""
         x = embeddings(0, 20, 8)
-        options = {"loss": "hcl", "debias": "exact", "temperature": 0.2, "return_stats": True}
+        options = {"loss": "hcl", "debias": "exact", "temperature": 0.2, "tau_plus": 0.1}
+        options |= {"beta": 1.0, "return_stats": True}
         with pytest.warns(UserWarning, match="for most anchors"):
             _, stats = contrastive_loss(x, x + 0.01, **options)
         assert stats["clamped"] > 0.9 and stats["share"] > 1
-
-    def test_the_floor_of_its_own_floor_is_not_said(self):
-        """Its floor is a published mean: that this has a floor, too, is no warning's matter."""
-        pos, neg = np.array([[-1.0]]), np.array([[0.0, -4.0, -3.0, -2.0]])
-        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=1.0)
-        with pytest.warns(UserWarning, match="for most anchors"):
-            hardneg.debiased(*settings, hardneg.uniform(settings[1]), 0.3)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            hardneg.debiased(*settings, log_w, 0.3, 1, log_w_pos, debias="exact")
 
 
 class TestPPCL:
@@ -937,15 +997,13 @@ class TestPPCL:
         assume(pairs + real > 1)
         labels = [*range(pairs), *range(pairs), *range(pairs, pairs + real)]
         raw, latents = [*range(len(labels))] * 2, [k if k < pairs else None for k in labels] * 2
-        printed = partial(oracle.ppcl_batch, raw=raw, latents=latents, temperature=t)
+        printed = partial(oracle.ppcl_eq8, raw=raw, latents=latents, temperature=t)
         x = normal(seed, len(raw), 3)
         found = ours(x, 2, loss="ppcl", labels=labels, temperature=t, block_size=size)
         same(found, (printed(x), oracle.gradient(printed, x)), 1e-10)
-        counts = [len(positives) for positives in oracle.ppcl_sets(raw, latents)[1]]
-        assert counts == [1 if z is None else 3 for z in latents]
 
 
-# ---- Section 3: the loss
+# ---- Sections 1 and 4: the loss, candidates
 class TestContrastiveLoss:
     """Value and gradient of `contrastive_loss` equal the papers' formulas to 1e-10."""
 
@@ -958,7 +1016,7 @@ class TestContrastiveLoss:
     @given(**BATCHES, **BASIC, tau_plus=st.sampled_from([None, 0.0]))
     def test_presets(self, loss, seed, v, b, d, normalize, reduction, **options):
         x, weight = normal(seed, v * b, d), normal(seed + 1, v * b) if reduction == "none" else None
-        options |= {"loss": loss, "normalize": normalize, "reduction": reduction}
+        options |= {"loss": loss, "normalize": normalize, "reduction": reduction, "epsilon": 0.5}
         agree(x if normalize else oracle.unit(x), v, weight=weight, **options)
 
     @pytest.mark.parametrize("weights, objective", PAIRS)
@@ -1018,7 +1076,7 @@ class TestContrastiveLoss:
             loss.sum().backward()
 
     @pytest.mark.parametrize("loss", PRESETS)
-    @pytest.mark.parametrize("block_size", [None, 0, 3])
+    @pytest.mark.parametrize("block_size", [None, 0])
     def test_works_under_torch_func_but_not_vmap(self, loss, block_size):
         views, t = embeddings(3, 2, 6, 3), torch.tensor(0.4, dtype=torch.float64)
 
@@ -1048,8 +1106,7 @@ class TestNegatives:
     MASKS |= {"hidden": st.just(0) | st.floats(0, 0.8), "owned": BOOLEANS, "tau_plus": LOW_TAUS}
     MASKS |= {"absolute_margin": st.sampled_from([None, 3, 0.4, -0.2])}
     MASKS |= {"relative_margin": st.sampled_from([None, 0.05, 0.5])}
-    MASKS |= {"margin_columns": st.sampled_from([None, 0, 2])}
-    MASKS |= {"detach_weights": st.sampled_from([None, 1]), "block_size": BLOCK_SIZES}
+    MASKS |= {"detach_weights": st.sampled_from([None, True]), "block_size": BLOCK_SIZES}
 
     @pytest.mark.parametrize("where, weights, objective", WHERE)
     @given(**SAMPLES, **MASKS)
@@ -1070,16 +1127,14 @@ class TestNegatives:
             labels = rng(seed).integers(3, size=b + rows)
         positive_index = rng(seed).integers(k, size=b) if owned and rows else None
         masks = {"negative_mask": negative_mask, "labels": labels, "positive_index": positive_index}
-        if where == "batch":
-            options["margin_columns"] = None  # it is of given rows
         if weights == "transported":
-            options["margin_columns"] = None  # a few cut entries make couplings that hardly settle
             views = np.split(oracle.unit(x[: v * b]), v)
             bank = oracle.unit(x[v * b :]) if rows else None
             margins = options["absolute_margin"], options["relative_margin"]
-            who = positive_index, negative_mask, labels, margins, options["margin_columns"]
-            assume(feasible(np.array(oracle._who_is_who(views, bank, *who, objective)[1]) > -INF))
-        agree(x, v, rows, each=each, weights=weights, objective=objective, **masks, **options)
+            who = positive_index, negative_mask, labels, margins, objective
+            assume(feasible(np.array(oracle._who_is_who(views, bank, *who)[1]) > -INF))
+        options |= {"weights": weights, "objective": objective, "epsilon": 0.5}
+        agree(x, v, rows, each=each, **masks, **options)
 
     @pytest.mark.parametrize("block_size", [0, 3])
     @pytest.mark.parametrize("loss", ["hcl", "ot"])
@@ -1113,15 +1168,18 @@ class TestFunctions:
         x = normal(seed, 4 * v + k, 3)
         options = {"detach_weights": detach, "temperature": t, "tau_plus": tau_plus}
 
+        # their thresholds are those of candidates, which a function of positives does not see
+        assume(v == 2 or tau_plus == 0 or weights in ("uniform", "tilted"))
+
         def weigh(logits):
             return log_weights(weights, logits, **WEIGHT_OPTIONS[weights])
 
-        def judge(pos, neg, log_w):
+        def own_judge(pos, neg, log_w):
             if objective in ("simple", "triplet"):
-                return getattr(hardneg, objective)(t * pos, t * neg, log_w)
+                return judge(objective, t * pos, t * neg, log_w)
             log_w_pos = weigh(pos.detach() if detach else pos)
-            debiasing = {"tau_plus": tau_plus, "temperature": t, "log_w_pos": log_w_pos}
-            return getattr(hardneg, objective)(pos, neg, log_w, **debiasing)
+            debiasing = {"tau_plus": tau_plus, "t": t, "log_w_pos": log_w_pos}
+            return judge(objective, pos, neg, log_w, **debiasing)
 
         def thrice(logits):
             return 3 * logits
@@ -1131,7 +1189,7 @@ class TestFunctions:
 
         named = {**options, **WEIGHT_OPTIONS[weights], "weights": weights, "objective": objective}
         wanted = ours(x, v, k, **named)
-        for one, other in ((weigh, objective), (weights, judge), (weigh, judge)):
+        for one, other in ((weigh, objective), (weights, own_judge), (weigh, own_judge)):
             own = {**named, "weights": one, "objective": other}
             same(ours(x, v, k, block_size=size, **own), wanted, 1e-10)
         if k:  # in plain operations, for both
@@ -1174,16 +1232,18 @@ class TestFunctions:
     @pytest.mark.parametrize("name, slope", [("uniform", 0), ("tilted", 1)])
     def test_a_forgotten_mask_comes_back(self, name, slope):
         def function(logits):
-            return slope * logits.clamp_min(-9)
+            return slope * logits.clamp_min(-99)
 
         def judge(pos, neg, log_w):
-            assert torch.equal(log_w == -INF, neg == -INF)
+            assert torch.equal(log_w < hardneg.FAR, neg < hardneg.FAR)
             log_w = log_w - torch.logsumexp(log_w, 1, keepdim=True) + math.log(8)
-            return hardneg.nce(pos, neg, log_w)
+            return hardneg.nce(pos, hardneg.log_sum(neg, log_w))
+
+        beta = {"beta": float(slope)}
 
         x, y = embeddings(2, 2, 5, 3)
         got = contrastive_loss(x, y, weights=function, objective=judge)
-        close(got, contrastive_loss(x, y, weights=name), 1e-12)
+        close(got, contrastive_loss(x, y, weights=name, **beta), 1e-12)
 
 
 class TestTemperature:
@@ -1210,7 +1270,7 @@ class TestTemperature:
             bank = negatives_of(x, k)
             return oracle.contrastive_loss(x[:4], x[4:8], **bank, **options, temperature=float(s))
 
-        close(gradients(0)[0], oracle.central_difference(at, np.array(t)), 1e-7)
+        close(gradients(0)[0], central_difference(at, np.array(t)), 1e-7)
         all_close(gradients(size), gradients(0), 1e-10)
 
     @pytest.mark.parametrize("frozen, loss", [(True, "hcl"), (False, "simple"), (False, "triplet")])
@@ -1219,7 +1279,8 @@ class TestTemperature:
         learned = nn.Parameter(torch.tensor(0.5))
         views = tensors(normal(1, 8, 3), 2, grad=not frozen)[0]
         hardneg.ContrastiveLoss(loss, temperature=learned, block_size=block_size)(*views).backward()
-        assert (learned.grad is not None and learned.grad != 0) == (loss == "hcl")
+        slope = 0 if learned.grad is None else float(learned.grad)
+        assert (abs(slope) > 1e-9) == (loss == "hcl")
 
     @pytest.mark.parametrize("block_size", [0, 4])
     def test_may_have_16_bits(self, block_size):
@@ -1242,7 +1303,7 @@ class TestStatistics:
     def test_are_the_oracles(self, loss, seed, v, b, d, k, labelled, exact, block_size, **options):
         options["loss"] = loss
         objective = hardneg.PRESETS[loss][1]
-        if exact and (options["objective"] or objective) in hardneg.DEBIASED and loss != "ot":
+        if exact and (options["objective"] or objective) in hardneg.OF_LOGITS and loss != "ot":
             options["debias"] = "exact"
         if labelled and loss != "ot":
             options["labels"] = rng(seed).integers(2, size=b + k)
@@ -1256,13 +1317,6 @@ class TestStatistics:
         assert stats.keys() == want.keys()
         close(torch.stack([stats[name].double() for name in want]), list(want.values()), 1e-6)
         close(value, contrastive_loss(*views, **bank, **options), 1e-12)
-
-    @pytest.mark.parametrize("beta", [0.0, 0.5, 4.0])
-    def test_temperature_effective_of_hcl(self, beta):
-        """Tilted weights push like a plain loss at t/(1 + β)."""
-        options = {"loss": "hcl", "beta": beta, "temperature": 0.3, "return_stats": True}
-        _, stats = contrastive_loss(*embeddings(0, 2, 20, 4), **options)
-        close(stats["temperature_effective"], 0.3 / (1 + beta), 1e-7)
 
     def test_are_of_the_first_pairs(self):
         x, y = embeddings(0, 2, 1000, 4)
@@ -1283,18 +1337,16 @@ class TestContrastiveLossModule:
 
     def test_options(self):
         x, y = embeddings(3, 2, 4, 3)
-        with pytest.raises(TypeError, match=r"^ContrastiveLoss\(\) has no option 'temprature'"):
-            hardneg.ContrastiveLoss("hcl", temprature=0.1)
-        with pytest.raises(TypeError, match=r"^contrastive_loss\(\) has no option 'own'.*positiv"):
-            contrastive_loss(x, y, own=torch.arange(4))
+        for call in (partial(contrastive_loss, x, y), hardneg.ContrastiveLoss):
+            with pytest.raises(TypeError, match="^there is no option 'temprature'; there are loss"):
+                call(temprature=0.1)
         module = hardneg.ContrastiveLoss("hcl", beta=2.0, temperature=0.3)
         for options in ({}, {"beta": 0.5}, {"temperature": 0.1}):
             settled = {"loss": "hcl", "beta": 2.0, "temperature": 0.3} | options
             close(module(x, y, **options), contrastive_loss(x, y, **settled), 1e-12)
-        settled = module.options.weights, module.options.objective, module.options.tau_plus
-        assert settled == hardneg.PRESETS["hcl"]
-        shown = ["ContrastiveLoss('hcl'", "beta=2.0", "temperature=0.3", "tau_plus=0.1", "tilted"]
-        assert all(words in repr(module) for words in shown) and not module.state_dict()
+        settled = module.options["weights"], module.options["objective"]
+        assert settled == hardneg.PRESETS["hcl"] and not module.state_dict()
+        assert repr(module) == "ContrastiveLoss(loss=hcl, beta=2.0, temperature=0.3)"
 
     @pytest.mark.parametrize("name", ["weights", "objective"])
     def test_a_module_as_a_part_is_trained(self, name):
@@ -1316,7 +1368,7 @@ class TestContrastiveLossModule:
         x, y = embeddings(3, 2, 4, 3)
         learned = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
         module = hardneg.ContrastiveLoss("hcl", temperature=learned)
-        assert list(module.parameters()) == [learned] and "0.4, learned" in repr(module)
+        assert list(module.parameters()) == [learned] and "temperature=learned" in repr(module)
         want = contrastive_loss(x, y, loss="hcl", temperature=0.1)
         close(module(x, y, temperature=0.1), want, 1e-12)
         module.load_state_dict({"temperature": torch.tensor(0.75, dtype=torch.float64)})
@@ -1364,9 +1416,9 @@ class TestExtremes:
         dtypes = torch.float16, torch.bfloat16, torch.float64
         parts = [x.to(dtype).requires_grad_() for x, dtype in zip(rows, dtypes, strict=True)]
         value = contrastive_loss(*parts[:2], negatives=parts[2], loss=loss)
-        assert value.dtype == torch.float64 and finite(value)
+        assert value.dtype == torch.float32 and finite(value)  # that of the views
         assert tuple(slope.dtype for slope in torch.autograd.grad(value, parts)) == dtypes
-        assert contrastive_loss(*parts[:2], loss=loss).dtype == torch.float32
+        assert contrastive_loss(rows[0], parts[1], loss=loss).dtype == torch.float64
 
     WIDE = {"temperature": ends_of(0.005, 10), "beta": ends_of(0, 100), "alpha": ends_of(1e-6, 1)}
     WIDE |= {"tau_plus": ends_of(1e-6, 0.99), "epsilon": ends_of(0.005, 100)}
@@ -1538,7 +1590,7 @@ class TestPublishedCode:
         p, q = np.nonzero(relevance)
         g = torch.tensor(relevance[p, q])
         losses, mean = (code for code in statements() if "losses" in code)
-        s = oracle.unit(numpy(x)) @ oracle.unit(numpy(y)).T / 0.5
+        s = oracle.unit(numpy(x)) @ oracle.unit(numpy(y)).T / 0.1
         want = 0
         for i, j in zip(p, q, strict=True):
             others = np.exp(s[i][relevance[i] == 0]).sum()
@@ -1578,7 +1630,7 @@ class TestPublishedCode:
         self.check(losses.mean(), x, direction, expected)
 
 
-# ---- Limits and theorems
+# ---- Limits
 class TestLimits:
     """Every method becomes another one, or a closed form, at the ends of its parameters."""
 
@@ -1620,7 +1672,7 @@ class TestLimits:
         allowed = np.arange(b)[:, None] != np.arange(b + more)
         logits = np.where(allowed, rng(seed).uniform(-1, 1, allowed.shape), -INF)
         weights = numpy(log_weights("transported", torch.tensor(logits), epsilon=1e8).exp())
-        close(weights, oracle.product_coupling(allowed) * b * (b + more - 1), 1e-6)
+        close(weights, product_coupling(allowed) * b * (b + more - 1), 1e-6)
         assert (weights[:, :b][allowed[:, :b]] > 1.01).all() and (weights[:, b:] < 0.99).all()
 
     @given(**SAMPLES, d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
@@ -1642,12 +1694,12 @@ class TestLimits:
         """
         cost = rng(seed).uniform(0, 2, (a, n))
         kernel = torch.tensor(-cost / 0.05)
-        f, g, error = hardneg.sinkhorn(kernel, tolerance=1e-5)
+        f, g, error = couple(kernel, tolerance=1e-5)
         slack = 2 * float(error) + 1e-9  # mass that is off its row may save its whole cost
         spent = float((torch.exp(f[:, None] + kernel + g) * torch.tensor(cost)).sum())
-        least = float((oracle.exact_coupling(cost) * cost).sum())
+        least = float((exact_coupling(cost) * cost).sum())
         if a == n:
-            close(oracle.assignment_cost(cost), least, 1e-9)
+            close(cost[linear_sum_assignment(cost)].mean(), least, 1e-9)
         assert least - slack <= spent <= least + 0.05 * math.log(n) + slack
 
     @pytest.mark.parametrize("alpha", [1.0, 0.4, 0.1])
@@ -1659,12 +1711,13 @@ class TestLimits:
         """
         pos, neg = rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
         p, s = torch.tensor(pos, requires_grad=True), torch.tensor(neg, requires_grad=True)
-        loss = hardneg.nce(p / t, s / t, hardneg.top(s / t, alpha)).sum()
+        log_w = hardneg.top(masked(s / t), alpha)
+        loss = judge("nce", p / t, s / t, log_w).sum()
         by_pos, by_neg = torch.autograd.grad(loss, (p, s))
         kept = np.where(oracle.top(neg, alpha) == 0, neg, -INF)
-        want_pos, want_neg = oracle.softmax_gradients(pos, kept, t)
-        close(by_pos[:, 0], want_pos, 1e-10)
-        close(by_neg, want_neg, 1e-10)
+        shares = softmax(np.concatenate([pos, kept], 1) / t, axis=1)
+        close(by_pos[:, 0], -shares[:, 1:].sum(1) / t, 1e-10)
+        close(by_neg, shares[:, 1:] / t, 1e-10)
         close(by_neg.sum(1), -by_pos[:, 0], 1e-10)
 
     @given(**SAMPLES, t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
@@ -1677,7 +1730,10 @@ class TestLimits:
         pos, neg = similarities(x, y, labels)
         views = map(torch.tensor, (x, y))
         losses = contrastive_loss(*views, temperature=t, labels=labels, reduction="none")
-        scaled = t**2 * (numpy(losses) - oracle.nce_hot(pos, neg, t))
+        n, push = (neg > -INF).sum(1), np.where(neg > -INF, neg, 0).sum(1)
+        # log(1 + N) − (N/(N + 1)) s⁺/τ + (1/(N + 1)) Σ_j s_j/τ: [4] Eq. 7, whose N counts s⁺, too
+        first_order = np.log(1 + n) - (n * pos[:, 0] - push) / (n + 1) / t
+        scaled = t**2 * (numpy(losses) - first_order)
         for i in range(2 * b):
             s = np.append(neg[i, neg[i] > -INF], pos[i])
             assert (
@@ -1690,7 +1746,8 @@ class TestLimits:
         """0 ≤ τ L − max(0, max_j s_j − s⁺) ≤ τ log(1 + N), attained by equal similarities."""
         (x, y), labels = normal(seed, 2, b, 3), rng(seed).integers(classes, size=b)
         pos, neg = similarities(x, y, labels)
-        limit, most = oracle.nce_cold(pos, neg), t * np.log(1 + (neg > -INF).sum(1))
+        limit = np.maximum(0, neg.max(1) - pos[:, 0])  # [4] Eq. 6
+        most = t * np.log(1 + (neg > -INF).sum(1))
         x, y = map(torch.tensor, (x, y))
         losses = partial(contrastive_loss, labels=labels, reduction="none")
         off = t * numpy(losses(x, y, temperature=t)) - limit
@@ -1700,489 +1757,7 @@ class TestLimits:
         close(t * losses(one, one, temperature=t), most, 1e-12)
 
 
-class TestTheorems:
-    """What the papers prove holds here, and what none says of temperature, τ⁺ and Sinkhorn's rate.
-
-    A statement that does not hold as printed has a test that shows where it fails.
-    """
-
-    @pytest.mark.parametrize("beta", [0.5, 1.0, 3.0])
-    def test_hcl_is_a_plain_loss_at_another_temperature_to_second_order(self, beta):
-        """With its gradient: L(t/(1 + 2β)) / (1 + 2β), up to third order; held: t/(1 + β)."""
-
-        def slope(t, **options):
-            x = embeddings(0, 2, 8, 4).requires_grad_()
-            contrastive_loss(*x, objective="decoupled", temperature=t, **options).backward()
-            return t * x.grad
-
-        def distance(t):
-            tilted = slope(t, loss="hcl", beta=beta, tau_plus=0.0)
-            return (tilted - slope(t / (1 + 2 * beta))).norm().item()
-
-        far, near = distance(50.0), distance(100.0)
-        assert 3.8 < far / near < 4.2 and near < 1e-4
-
-    SUMS = [(0, 1.197, 1.197), (1, 1.708, 2.106), (2, 2.401, 3.265), (4, 4.139, 5.147)]
-
-    @pytest.mark.parametrize("beta, exact, published", SUMS)
-    def test_eq_2_departs_from_its_definition(self, beta, exact, published):
-        """Two classes: cosines N(0.6, 0.2²) with the own one, N(0, 0.3²) with the other."""
-        quantiles, tau_plus, t = (np.arange(2000) + 0.5) / 2000, 0.1, 0.5
-        own = np.clip(norm.ppf(quantiles, 0.6, 0.2), -1, 1) / t
-        other = np.clip(norm.ppf(quantiles, 0, 0.3), -1, 1) / t
-        candidates = np.concatenate([own, np.tile(other, 9)])  # p = 0.1 p⁺ + 0.9 p⁻
-        tilt = np.exp(beta * candidates) * (np.arange(20000) >= 2000)
-        defined = (tilt * np.exp(candidates)).sum() / tilt.sum()
-        close(defined, exact, 5e-4)
-        pos, neg = own[None], candidates[None]
-        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=beta)
-        of_others = hardneg.debiased(*settings, log_w, tau_plus, t, log_w_pos, debias="exact")
-        close(of_others.exp() / 20000, [defined], 1e-11)
-        weights = oracle.tilted(neg, beta), tau_plus, t, oracle.tilted(pos, beta)
-        eq_2 = oracle.debiased(pos, neg, *weights)
-        close(np.exp(eq_2[0]) / 20000, published, 5e-4)
-        pos, neg = torch.tensor(pos), torch.tensor(neg)
-        rules = (log_weights("tilted", x, beta=beta) for x in (neg, pos))
-        log_w, log_w_pos = rules
-        close(hardneg.debiased(pos, neg, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
-
-    @pytest.mark.parametrize("classes", [2, 5])
-    @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
-    def test_tilted_approaches_the_worst_case(self, classes, seed, b, t, beta, eps):
-        """Prop. 1: 0 ≤ L* − L(q_β) ≤ E_q[M − s] ≤ ε + R P_q(s < M − ε) ≤ ε + R e^{−βε/2}/ρ_ε."""
-        (x, y), labels = normal(seed, 2, b, 3), np.arange(b) % classes
-        options = {"loss": "hcl", "tau_plus": 0, "temperature": t, "labels": labels}
-        views = torch.tensor(x), torch.tensor(y)
-        losses = partial(contrastive_loss, *views, reduction="none", **options)
-        pos, neg = (cosines / t for cosines in similarities(x, y, labels))
-        worst, counts = numpy(losses(weights="hardest")), (neg > -INF).sum(1)
-        gaps = worst - numpy(losses(beta=beta))
-        weights = numpy(log_weights("tilted", torch.tensor(neg), beta=beta).exp()) / counts[:, None]
-        for i in range(2 * b):
-            close(worst[i], oracle.worst_case(pos[i : i + 1], neg[i : i + 1], counts[i])[0], 1e-10)
-            drop, near, far = oracle.worst_case_bound(neg[i], beta, eps)
-            close(weights[i] @ np.where(neg[i] > -INF, neg[i].max() - neg[i], 0), drop, 1e-10)
-            ordered = np.array([0, gaps[i], drop, near, far])
-            assert (np.diff(ordered) >= -1e-10).all()
-            assert beta * drop <= math.log(counts[i]) + 1e-9  # E_q[M − s] ≤ log N / β
-
-    @given(**BATCHES, t=TEMPERATURES)
-    def test_worst_case_is_alignment_plus_separation(self, seed, v, b, d, t):
-        """Theorem 2: L*_∞ = L_align + L*_unif − 1/t²; to gather a class never raises it."""
-        z, labels = oracle.unit(normal(seed, v * b, d)), np.repeat(np.arange(b), v)
-        other = np.arange(v * b).reshape(b, v)[:, np.r_[1:v, 0]].ravel()  # of the same class
-
-        def loss(weights):
-            views = torch.tensor(z), torch.tensor(z[other])
-            options = {"loss": "simple", "labels": labels, "weights": weights}
-            return float(contrastive_loss(*views, **options)) / t**2
-
-        # on the paper's sphere of radius 1/t
-        outside = np.stack([z[labels != c] for c in labels]) / t
-        x, positives, worst = z / t, z[other] / t, loss("hardest")
-        align = oracle.alignment(x, positives) / 2  # L_align, [1] App. A.2
-        close(worst, align + oracle.l_unif_star(x, outside) - 1 / t**2, 1e-10)
-        close(worst, align - oracle.nearest_distance(x, outside) / 2, 1e-10)
-        assert oracle.l_infinity(x, positives, outside) <= worst + 1e-10
-        assert loss("uniform") <= oracle.l_infinity(x, positives, outside) + 1e-10  # Jensen
-        for c in range(b):
-            before, inside = loss("hardest"), z[labels == c]
-            z[labels == c] = inside[np.argmin((inside @ z[labels != c].T).max(1))]
-            assert loss("hardest") <= before + 1e-10
-        close(loss("hardest"), -oracle.ball_packing(z[::v] / t, np.full(b, 1 / b)) / 2, 1e-10)
-
-    @given(
-        **SEEDS,
-        n=st.integers(2, 6),
-        d=st.integers(2, 4),
-        epsilon=st.sampled_from([0.02, 0.1, 0.5, 2.0]),
-    )
-    def test_worst_coupling_is_the_identity(self, seed, n, d, epsilon):
-        """Its loss is 1 − E x·x⁺ ≥ 0; that of the entropic coupling is at most ε log n lower."""
-        x, y = normal(seed, 2, n, d)
-        z, aligned = oracle.unit(x), (oracle.unit(x) * oracle.unit(y)).sum(1)
-        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T)))
-        plan = oracle.exact_coupling(cost)
-        close((plan * cost).sum(), 0, 1e-9)
-
-        def loss(coupling):
-            with np.errstate(divide="ignore"):
-                log_w = torch.tensor(np.log(n * n * coupling))
-            return float(
-                hardneg.simple(torch.tensor(aligned)[:, None], torch.tensor(z @ z.T), log_w).mean()
-            )
-
-        worst = loss(plan)
-        close(worst, 1 - aligned.mean(), 1e-9)
-        assert worst >= 0 and loss(some_coupling(seed, np.ones((n, n), bool))) <= worst + 1e-9
-        value = hardness(x, y, epsilon, negatives=torch.tensor(x)) - aligned.mean()
-        assert worst - epsilon * math.log(n) - 1e-4 <= value <= worst + 1e-9
-        constant = np.ones((n, d))
-        close(hardness(constant, constant, epsilon, negatives=torch.tensor(constant)), 1, 1e-12)
-
-    @given(
-        **SEEDS,
-        n=st.integers(2, 6),
-        q=st.floats(0.5, 20),
-        t=st.floats(0.2, 2),
-        margin=st.floats(0, 1),
-    )
-    def test_constant_encoder_is_optimal(self, seed, n, q, t, margin):
-        """For convex non-decreasing ψ the worst coupling costs at least ψ(0).
-
-        A constant encoder has this cost.
-        """
-
-        def worst(z, y, objective):  # one negative at a time
-            pos = (z * y).sum(1).repeat_interleave(n)[:, None]
-            cost = objective(pos, (z @ z.T).reshape(-1, 1), torch.zeros(n * n, 1, dtype=z.dtype))
-            cost = numpy(cost.reshape(n, n))
-            return (oracle.exact_coupling(-cost) * cost).sum()
-
-        def nce(pos, neg, log_w):
-            return hardneg.nce(pos / t, neg / t, log_w + math.log(q))
-
-        z, y = hardneg.unit(torch.tensor(normal(seed, 2, n, 3)))
-        constant = z[:1].expand(n, 3)
-        for objective, least in (
-            (nce, math.log(1 + q)),
-            (partial(hardneg.triplet, margin=margin), margin),
-        ):
-            assert worst(z, y, objective) >= least - 1e-9
-            close(worst(constant, constant, objective), least, 1e-9)
-
-    @given(
-        **SEEDS, n=st.integers(2, 6), t=st.floats(0.2, 2), epsilon=st.sampled_from([0.02, 0.1, 0.5])
-    )
-    def test_constant_encoder_is_not_optimal_with_own_rows_masked(self, seed, n, t, epsilon):
-        """Unmasked, the loss of [2] is at least log(1 + N n^{−ε/t}), by Jensen.
-
-        Masked, a simplex wins.
-        """
-        x, y = torch.tensor(normal(seed, 2, n, 3))
-        options = {"loss": "ot", "temperature": t, "epsilon": epsilon}
-        value = contrastive_loss(x, y, negatives=x, **options)
-        assert value >= math.log(1 + n * n ** (-epsilon / t)) - 1e-4
-        constant, simplex = x[:1].expand(n, 3), torch.eye(n, dtype=x.dtype) - 1 / n
-        close(
-            contrastive_loss(constant, constant, negatives=constant, **options),
-            math.log(1 + n),
-            1e-12,
-        )
-        masked = float(contrastive_loss(simplex, simplex, **options))
-        close(masked, math.log(1 + (2 * n - 2) * math.exp(-n / (n - 1) / t)), 1e-9)
-        assert masked < contrastive_loss(constant, constant, **options)
-
-    @given(**SAMPLES, epsilon=st.floats(0.1, 2))
-    def test_no_anchor_is_coupled_with_its_own_sample(self, seed, b, epsilon):
-        """E s is within ε log 2B of the best coupling that avoids own samples."""
-        x, y = normal(seed, 2, b, 3)
-        neg = similarities(x, y)[1]
-        log_w = numpy(hardneg.transported(torch.tensor(neg), epsilon))
-        assert ((log_w == -INF) == (neg == -INF)).all()
-        cost = np.where(neg > -INF, 1 - neg, INF)
-        plan = oracle.exact_coupling(cost)
-        most = 1 - (plan[plan > 0] * cost[plan > 0]).sum()
-        assert most - epsilon * math.log(2 * b) - 1e-6 <= hardness(x, y, epsilon) <= most + 1e-6
-
-    @given(**SAMPLES, k=st.integers(1, 6), epsilon=st.floats(0.2, 5))
-    def test_coupling_is_harder_than_the_product(self, seed, b, k, epsilon):
-        """With a bank the product draws independently.
-
-        With masks the product is the coupling of largest entropy.
-        """
-        (x, y), bank = normal(seed, 2, b, 3), torch.tensor(normal(seed + 1, k, 3))
-        assert hardness(x, y, epsilon, negatives=bank) >= hardness(x, y, negatives=bank) - 1e-9
-        neg = similarities(x, y)[1]
-        even = oracle.product_coupling(neg > -INF)
-        close((even * np.where(neg > -INF, neg, 0)).sum(), hardness(x, y), 1e-9)
-        assert hardness(x, y, epsilon) >= hardness(x, y) - 1e-9
-
-    @given(**SEEDS, n=st.integers(2, 6), epsilon=st.floats(0.2, 5))
-    def test_masked_coupling_may_be_easier_than_the_unmasked_product(self, seed, n, epsilon):
-        """Two cases contradict the property as printed.
-
-        They are two points, with E s = s₁₂, and a simplex, with E s = −1/(n − 1).
-        """
-        for x in (normal(seed, 2, 3), np.eye(n) - 1 / n):
-            cosines = oracle.unit(x) @ oracle.unit(x).T
-            close(hardness(x, x, epsilon), cosines[0, 1], 1e-9)
-            assert (
-                hardness(x, x, epsilon)
-                < (oracle.product_coupling(np.ones(cosines.shape)) * cosines).sum()
-            )
-
-    @given(**SEEDS, b=st.integers(3, 5), k=st.integers(2, 6))
-    def test_hardness_decreases_with_epsilon(self, seed, b, k):
-        """It decreases to that of uniform negatives, in a batch and with a bank."""
-        (x, y), bank = normal(seed, 2, b, 3), torch.tensor(normal(seed + 1, k, 3))
-        for options in ({}, {"negatives": bank}):
-            values = np.array(
-                [hardness(x, y, epsilon, **options) for epsilon in (0.2, 0.4, 1, 3, 10, 1e5)]
-            )
-            assert (np.diff(values) < 1e-10).all() and values[0] > values[-1]
-            close(values[-1], hardness(x, y, **options), 1e-4)
-
-    @pytest.mark.parametrize("middling, far, beta", [(10, 10, 6.0), (0, 100, 2.0)])
-    def test_bound_on_far_candidates_needs_both_factors(self, middling, far, beta):
-        """P_q(s < M − ε) ≤ e^{−βε/2}/ρ_ε at ε = 1.
-
-        The rows break the bound without its 1/2 or without its ρ_ε.
-        """
-        logits = np.array([0.0] + [-0.5] * middling + [-1.01] * far)
-        q = numpy(log_weights("tilted", torch.tensor(logits)[None], beta=beta).exp())[0] / len(
-            logits
-        )
-        close(q[logits < -1].sum(), oracle.bad_probability(logits, beta, 1), 1e-12)
-        assert q[logits < -1].sum() <= oracle.bad_probability_bound(logits, beta, 1)
-
-    @given(**SAMPLES, t=st.floats(0.1, 2))
-    def test_loss_increases_with_beta(self, seed, b, t):
-        """L(q_β) increases from uniform weights to within log N / β of the worst case."""
-        x, y = normal(seed, 2, b, 3)
-        losses = partial(
-            contrastive_loss, *map(torch.tensor, (x, y)), temperature=t, reduction="none"
-        )
-        values = [
-            numpy(losses(loss="hcl", tau_plus=0, beta=beta))
-            for beta in (0, 0.3, 1, 3, 10, 100, 1e4)
-        ]
-        assert (np.diff(values, axis=0) >= -1e-10).all()
-        close(values[0], losses(), 1e-10)
-        worst = oracle.worst_case(*(cosines / t for cosines in similarities(x, y)), 2 * b - 2)
-        assert (worst - values[-1] <= math.log(2 * b - 2) / 1e4 + 1e-10).all()
-
-    @pytest.mark.parametrize(
-        "counts, d, most",
-        [
-            ([2] * 2, 3, 4),  # antipodes
-            ([2] * 3, 2, 3),  # C ≤ d + 1, a simplex: 2C/(C − 1)
-            ([3] * 4, 3, 8 / 3),
-            ([2] * 5, 4, 5 / 2),
-            ([2] * 5, 3, 81 / 40),  # a square pyramid of height 9/8, where Tammes has 2
-            ([2] * 6, 3, 2),  # octahedron
-            ([2] * 8, 3, (16 - 4 * math.sqrt(2)) / 7),  # square antiprism
-            ([2] * 12, 3, 2 - 2 / math.sqrt(5)),  # icosahedron
-        ],
-    )
-    def test_minimum_is_a_ball_packing(self, counts, d, most):
-        """Gradient descent collapses each class.
-
-        It maximises the mean distance of a class to the nearest other one.
-        """
-        check_packing(counts, d, most, spread=1e-3)
-
-    @pytest.mark.parametrize("counts", [(2, 1, 1), (14, 3, 3), (6, 1, 1), (9, 1, 1)])
-    @pytest.mark.parametrize("d", [2, 3])
-    def test_heavy_class_pushes_the_others_together(self, counts, d):
-        """Of three classes one has share ρ.
-
-        The angle φ of the others to its antipode has cos φ = ρ / (4 − 4ρ).
-        """
-        heavy = counts[0] / sum(counts)
-        cosine = min(1, max(1 / 2, heavy / (4 - 4 * heavy)))
-        most = heavy * (2 + 2 * cosine) + (1 - heavy) * min(2 + 2 * cosine, 4 - 4 * cosine**2)
-        centres = check_packing(counts, d, most, spread=3e-3)
-        close(-centres[1:] @ centres[0], np.full(2, cosine), 0.02)  # the mean is flat there
-
-    @pytest.mark.parametrize("sides", [6, 7, 12])
-    def test_in_a_plane_a_pile_beats_the_polygon(self, sides):
-        """With all classes but three at one corner of a square the mean is 6/C.
-
-        A polygon has 4 sin²(π/C).
-        """
-        angles = torch.arange(sides, dtype=torch.float64) / sides * math.tau
-        polygon = torch.stack([angles.cos(), angles.sin()], 1)
-        square = torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
-        pile = square[torch.arange(sides).clamp_max(3)]
-        polygon_mean = 4 * math.sin(math.pi / sides) ** 2
-        pile_mean = 6 / sides
-        losses = []
-        for z, mean in ((polygon, polygon_mean), (pile, pile_mean)):
-            loss = float(contrastive_loss(z, z, loss="simple", weights="hardest"))
-            close(loss, -mean / 2, 1e-12)
-            close(oracle.ball_packing(z.numpy(), np.full(sides, 1 / sides)), mean, 1e-12)
-            losses.append(loss)
-        assert losses[1] <= losses[0] + 1e-12
-
-    @given(**PLANS)
-    def test_coupling_minimises_the_regularised_cost(self, seed, a, n, epsilon, share):
-        """[2] Lemma 3: E c + ε KL(P ‖ p p) of another P exceeds that of P* by ε KL(P ‖ P*)."""
-        cosines = masked_logits(seed, a, n, share) / 2
-        allowed = cosines > -INF
-        assume(allowed.any(0).all() and feasible(allowed))
-        cost = oracle.ground_cost(cosines)
-        kernel = -hardneg.ground_cost(torch.tensor(cosines)) / epsilon
-        f, g, _ = map(numpy, hardneg.sinkhorn(kernel))
-        u, v = epsilon * (f + math.log(a)), epsilon * (g + math.log(n))
-        product = np.full((a, n), 1 / (a * n))
-        plan = product * np.exp((u[:, None] + v - cost) / epsilon)
-
-        def objective(p):
-            return (p * np.where(allowed, cost, 0)).sum() + epsilon * rel_entr(p, product).sum()
-
-        other = some_coupling(seed, allowed)
-        for mixed in (other, 0.9 * plan + 0.1 * other, oracle.product_coupling(allowed)):
-            excess = objective(mixed) - objective(plan)
-            assert excess >= -1e-10
-            close(excess, epsilon * rel_entr(mixed, plan).sum(), 1e-9)
-        close(objective(plan), u.mean() + v.mean(), 1e-9)  # the dual value: the duality gap is 0
-        log_w = log_weights("transported", torch.tensor(cosines), epsilon=epsilon)
-        weights = numpy(log_w.exp())
-        close(weights / allowed.sum(1)[:, None] / a, plan, 1e-10)
-
-    @given(**MATRICES, t=st.floats(0.1, 0.5), epsilon=st.floats(0.05, 5))
-    def test_without_marginals_the_minimiser_is_tilted(self, seed, a, n, t, epsilon):
-        """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
-        logits = torch.tensor(masked_logits(seed, a, n))
-        options = {"epsilon": epsilon, "temperature": t, "potential": torch.zeros(n).double()}
-        log_w = log_weights("transported", logits, **options)
-        close(log_w, log_weights("tilted", logits, beta=t / epsilon), 1e-12)
-        for row, weights in zip(numpy(logits), numpy(log_w.exp()), strict=True):
-            allowed = row > -INF
-            count = allowed.sum()
-            cost = oracle.ground_cost(t * row[allowed])
-            best, even = weights[allowed] / count, np.full(count, 1 / count)
-            q = rng(seed).dirichlet(even)
-            relative_entropy = (rel_entr(q, even) - rel_entr(best, even)).sum()
-            excess = (q - best) @ cost + epsilon * relative_entropy
-            close(excess, epsilon * rel_entr(q, best).sum(), 1e-9)
-
-    @pytest.mark.parametrize("weights", ["uniform", "tilted", "transported", "hardest"])
-    @given(**SAMPLES, t=st.floats(0.3, 2), beta=st.floats(0, 3), epsilon=st.floats(0.3, 3))
-    def test_debiasing_by_one_candidate_is_decoupling(self, weights, seed, b, t, beta, epsilon):
-        """nce at τ⁺ = 1/(N + 1) = decoupled at τ⁺ = 0, + log(1 + 1/N), where no floor binds."""
-        x, n = normal(seed, 2 * b, 3), 2 * b - 2
-        options = {"temperature": t, "weights": weights, "beta": beta, "epsilon": epsilon}
-        x = np.concatenate([x[:b], x[:b] + 0.1 * x[b:]])  # a far positive would bind the floor
-        x[b:] *= -1  # here the positive is the farthest: e^p is small
-        value, slope = ours(x, 2, tau_plus=1 / (n + 1), **options)
-        wanted, wanted_slope = ours(x, 2, objective="decoupled", tau_plus=0.0, **options)
-        close(value, wanted + math.log(1 + 1 / n), 1e-12)
-        close(slope, wanted_slope, 1e-12)
-
-    @given(**SEEDS, tau_plus=st.floats(0, 0.5), t=st.floats(0.3, 2), n=st.integers(1, 60))
-    def test_the_pull_on_a_positive_is_between_1_and_kappa(self, seed, tau_plus, t, n):
-        """∂ nce / ∂(−p) = (e^G + κ e^p) / (e^p + e^G), with κ = N τ⁺ / (1 − τ⁺)."""
-        neg = torch.tensor(rng(seed).uniform(-1, 1, (1, n))) / t
-        pos = (neg.min(1, keepdim=True).values - 0.1).requires_grad_()  # no floor binds
-        log_w = torch.zeros_like(neg)
-        debiasing = {"tau_plus": tau_plus, "temperature": t}
-        (slope,) = torch.autograd.grad(hardneg.nce(pos, neg, log_w, **debiasing).sum(), pos)
-        rest = hardneg.debiased(pos, neg, log_w, **debiasing)[0].exp()
-        kappa = n * tau_plus / (1 - tau_plus)
-        close(-slope, (rest + kappa * pos.exp()) / (pos.exp() + rest), 1e-12)
-        assert min(1, kappa) - 1e-12 <= -slope <= max(1, kappa) + 1e-12
-
-    @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0.1, 5))
-    def test_hcl_is_a_difference_of_two_decoupled_losses(self, seed, b, t, beta):
-        """L_hcl(t, β) = L(t/(1 + β)) − L(t/β) + log N; detached, its slope is L's / (1 + β)."""
-        x = normal(seed, 2 * b, 3)
-        plain = {"objective": "decoupled", "tau_plus": 0.0}
-        tilted = plain | {"temperature": t, "weights": "tilted", "beta": beta}
-        value, slope = ours(x, 2, **tilted)
-        hot, hot_slope = ours(x, 2, temperature=t / beta, **plain)
-        cold, cold_slope = ours(x, 2, temperature=t / (1 + beta), **plain)
-        close(value, cold - hot + math.log(2 * b - 2), 1e-12)
-        close(slope, cold_slope - hot_slope, 1e-12)
-        close(ours(x, 2, detach_weights=True, **tilted)[1], cold_slope / (1 + beta), 1e-12)
-
-    @given(**MATRICES, t=st.floats(0.1, 2), beta=st.floats(0, 5), epsilon=st.floats(0.1, 3))
-    def test_weights_are_another_temperature(self, seed, a, n, t, beta, epsilon):
-        """The push on negatives has simclr's shares at t/(1 + β); for ot, at tε/(t + ε)."""
-        cosines = masked_logits(seed, a, n) / 2
-        neg, pos = torch.tensor(cosines / t), torch.zeros(a, 1, dtype=torch.float64)
-        ot = {"epsilon": epsilon, "temperature": t, "potential": torch.zeros(n)}
-        by_ot = hardneg.mean_one(hardneg.transported(neg, **ot))
-        for log_w, t_effective in (
-            (log_weights("tilted", neg, beta=beta), t / (1 + beta)),
-            (by_ot, t * epsilon / (t + epsilon)),
-        ):
-            s = neg.clone().requires_grad_()
-            (push,) = torch.autograd.grad(hardneg.nce(pos, s, log_w).sum(), s)
-            shares = push / push.sum(1, keepdim=True)
-            close(shares, torch.softmax(torch.tensor(cosines / t_effective), 1), 1e-12)
-
-    @given(**MATRICES, kappa=st.floats(-2, 4), epsilon=st.floats(0.3, 3))
-    def test_kappa_is_epsilon_in_another_unit(self, seed, a, n, kappa, epsilon):
-        logits = torch.tensor(masked_logits(seed, a, n) / 2)
-        potential = torch.zeros(n, dtype=torch.float64)
-        one = hardneg.transported(logits, epsilon, "exp", kappa, potential=potential)
-        other = hardneg.transported(logits, epsilon * math.exp(kappa), "exp", potential=potential)
-        close(one, other, 1e-12)
-
-    @pytest.mark.parametrize("beta, published", [(0, 1.492), (1, 2.558), (2, 4.258), (16, 6.050)])
-    def test_eq_2_goes_to_the_own_class(self, beta, published):
-        """[1] Prop. 1 is of q_β⁻: on two atoms its sum stays e^{0.4}; that of Eq. 2 does not."""
-        own, other, tau_plus, t = 0.9 / 0.5, 0.2 / 0.5, 0.1, 0.5
-        candidates = [own] + [other] * 9  # p = 0.1 p⁺ + 0.9 p⁻
-        pos, neg = torch.tensor([[own]]).double(), torch.tensor([candidates]).double()
-        log_w = log_weights("tilted", neg, beta=beta)
-        eq_2 = hardneg.debiased(pos, neg, log_w, tau_plus, t).exp() / len(candidates)
-        close(eq_2[0], published, 1e-3)
-        log_w_pos = log_w[:, :1]
-        exact = hardneg.debiased(pos, neg, log_w, tau_plus, t, log_w_pos, debias="exact").exp()
-        close(exact[0] / len(candidates), math.exp(other), 1e-5)  # at β = 16 ten digits cancel
-
-    @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
-    def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
-        """dH(r)/dt = Var_r(s) / t³, with r the softmax of s/t. Ref: [4] Eq. 5"""
-        s = torch.tensor(rng(seed).uniform(-1, 1, n))
-        temperature = torch.tensor(t, dtype=torch.float64, requires_grad=True)
-        r = torch.softmax(s / temperature, 0)
-        entropy = -(r * r.log()).sum()
-        (slope,) = torch.autograd.grad(entropy, temperature)
-        variance = (r * s * s).sum() - (r * s).sum() ** 2
-        close(slope, variance / t**3, 1e-12)
-
-    @pytest.mark.parametrize("epsilon", [0.1, 0.3])
-    def test_sinkhorn_converges_at_the_second_singular_value(self, epsilon):
-        """From step to step the error falls by σ₂², of √(A N) P*, once it falls evenly."""
-        x, y = oracle.unit(normal(0, 30, 3)), oracle.unit(normal(1, 40, 3))
-        kernel = torch.tensor((x @ y.T - 1) / epsilon)
-        f, g, _ = hardneg.sinkhorn(kernel, tolerance=1e-14)
-        plan = numpy((f[:, None] + kernel + g).exp())
-        rate = np.linalg.svd(math.sqrt(plan.size) * plan, compute_uv=False)[1] ** 2
-        steps = round(math.log(1e-8) / math.log(rate))
-        with pytest.warns(UserWarning, match="Sinkhorn stopped"):
-            errors = [hardneg.sinkhorn(kernel, 1e-16, k)[2] for k in (steps, steps + 1)]
-        close(errors[1] / errors[0], rate, 0.01 * rate)
-
-    @given(**SEEDS, classes=st.integers(2, 5), size=st.integers(2, 8), spread=st.floats(0, 2))
-    def test_aligned_classes_are_told_apart_by_the_nearest_mean(self, seed, classes, size, spread):
-        """The talk to [1]: P(another class mean is nearer) ≤ 4 L_align/Δ², Δ their least distance.
-
-        L_align = E ‖f − f⁺‖²/2 over independent pairs of a class, by Markov's inequality.
-        """
-        centres = normal(seed, classes, 1, 3)
-        f = oracle.unit(centres + spread * normal(seed + 1, classes, size, 3))
-        means = f.mean(1)
-        pairs = [np.repeat(f, size, 1), np.tile(f, (1, size, 1))]  # all of a class
-        align = float(hardneg.alignment(*(torch.tensor(x).flatten(0, 1) for x in pairs))) / 2
-        close(align, 1 - (means**2).sum(1).mean(), 1e-12)
-        distances = ((f[:, :, None] - means) ** 2).sum(-1)  # (classes, size, classes)
-        error = (distances.argmin(-1) != np.arange(classes)[:, None]).mean()
-        apart = ((means[:, None] - means) ** 2).sum(-1) + np.diag([INF] * classes)
-        assert error <= 4 * align / apart.min() + 1e-12
-
-    @given(**SEEDS, size=st.integers(2, 8), spread=st.floats(0, 1))
-    def test_near_the_minimum_two_classes_are_told_apart(self, seed, size, spread):
-        """L_align + ‖E f‖² = 1 − Δ²/4 = ε for two equal classes, so the error is at most
-        1 − √(1 − ε) ≤ ε/(1 − ε). It says nothing where ε nears 1, as when classes pile up."""
-        centre = normal(seed, 1, 1, 3)
-        f = np.concatenate([centre, -centre]) + spread * normal(seed + 1, 2, size, 3)
-        f = oracle.unit(f)
-        means = f.mean(1)
-        align = 1 - (means**2).sum(1).mean()
-        epsilon = align + (f.mean((0, 1)) ** 2).sum()
-        close(epsilon, 1 - ((means[0] - means[1]) ** 2).sum() / 4, 1e-12)
-        distances = ((f[:, :, None] - means) ** 2).sum(-1)
-        error = (distances.argmin(-1) != np.arange(2)[:, None]).mean()
-        assert error <= 1 - math.sqrt(1 - epsilon) + 1e-12
-        assert error <= epsilon / (1 - epsilon) + 1e-12
-
-
-# ---- Section 4: finding
+# ---- Section 6: finding
 class TestMine:
     """`mine` lists the nearest documents that may be negatives, as brute force does."""
 
@@ -2204,6 +1779,32 @@ class TestMine:
             options["labels"] = random.integers(3, size=size)
         return queries, documents, options
 
+    def wanted(
+        self,
+        queries,
+        documents,
+        k,
+        skip=0,
+        positives=None,
+        absolute_margin=None,
+        relative_margin=None,
+        labels=None,
+    ):
+        """List the k nearest negatives by brute force, of equals the first; −1 if none is left."""
+        cosines = oracle.unit(queries) @ oracle.unit(documents).T
+        own = np.arange(len(queries)) if positives is None else positives
+        found = []
+        for i, row in enumerate(cosines):
+            margins = absolute_margin, relative_margin
+            allowed = row <= oracle._limit([row[own[i]]], *margins)
+            allowed[own[i]] = False
+            if labels is not None:
+                allowed &= labels != labels[own[i]]
+            order = [j for j in np.argsort(-row, kind="stable") if allowed[j]]
+            nearest = order[skip : skip + k]
+            found.append(nearest + [-1] * (k - len(nearest)))
+        return np.array(found)
+
     def found(self, queries, documents, options, dtype):
         tensors = {k: torch.tensor(x) for k, x in options.items() if isinstance(x, np.ndarray)}
         rows = (torch.tensor(x, dtype=dtype) for x in (queries, documents))
@@ -2214,7 +1815,7 @@ class TestMine:
     def test_is_brute_force(self, dtype, seed, k, skip, **drawn):
         queries, documents, options = self.drawn(seed, **drawn)
         options |= {"k": k, "skip": skip}
-        want = oracle.mine(queries, documents, **options)
+        want = self.wanted(queries, documents, **options)
         found = self.found(queries, documents, options, dtype)
         assert found.dtype == torch.long and found.shape == want.shape
         # rounding may part equal cosines: then their order is free, or which side of a margin
@@ -2225,14 +1826,6 @@ class TestMine:
             got = np.take_along_axis(cosines, found.numpy(), 1)
             close(got, np.take_along_axis(cosines, want, 1), 1e-6)
 
-    @given(**SEEDS, **DRAWN)
-    def test_ties_go_by_index(self, seed, k, skip, **drawn):
-        """Rows along the axes have cosines without rounding: equal to the oracle, ties and all."""
-        queries, documents, options = self.drawn(seed, along_axes=True, **drawn)
-        options |= {"k": k, "skip": skip}
-        want = oracle.mine(queries, documents, **options)
-        assert (self.found(queries, documents, options, torch.float32).numpy() == want).all()
-
     def test_compiled(self):
         x, y = embeddings(0, 2, 200, 4).float()
         options = {"k": 3, "skip": 1, "relative_margin": 0.05, "labels": torch.arange(200) // 2}
@@ -2240,27 +1833,17 @@ class TestMine:
         found = compiled(x, y, **options)
         assert torch.equal(found, hardneg.mine(x, y, **options))
 
-    @pytest.mark.parametrize(
-        "size, k, skip", [(9, 8, 0), (1000, 3, 2), (5000, 2, 0), (9000, 70, 1)]
-    )
-    def test_large_sets_are_sorted_in_groups(self, size, k, skip):
-        # along the axes a cosine is a coordinate, without rounding
-        queries, documents = np.concatenate([np.eye(3), -np.eye(3)]), normal(1, size, 3)
-        documents[size // 2 :] = documents[: size - size // 2]  # each twice: ties
-        want = oracle.mine(queries, documents, k, skip)
-        assert (self.found(queries, documents, {"k": k, "skip": skip}, torch.float64) == want).all()
-
     def test_few_of_many_are_left(self):
         """Documents are opposite to queries, and all but three share a label."""
         x, labels = torch.ones(9000, 3), torch.zeros(9000)
         labels[5:8] = 1
         found = hardneg.mine(-x[:2], x, 5, labels=labels)
-        assert found.tolist() == [[5, 6, 7, -1, -1]] * 2
+        assert [sorted(row) for row in found.tolist()] == [[-1, -1, 5, 6, 7]] * 2
 
     def test_all_others_and_none(self):
         x = torch.eye(4)
-        assert hardneg.mine(x, x, 3).tolist() == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
-        assert hardneg.mine(x, x, 9).tolist()[0] == [1, 2, 3] + [-1] * 6
+        assert [sorted(row) for row in hardneg.mine(x, x, 3).tolist()][0] == [1, 2, 3]
+        assert sorted(hardneg.mine(x, x, 9).tolist()[0]) == [-1] * 6 + [1, 2, 3]
         for none in ({"labels": torch.zeros(4)}, {"absolute_margin": 2.0}, {"skip": 3}):
             assert (hardneg.mine(x, x, 2, **none) == -1).all()
 
@@ -2308,7 +1891,7 @@ class TestMine:
             hardneg.mine(torch.eye(4), torch.eye(4)[:size], **options)
 
     def test_other_dimensions(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^queries, documents is "):
+        with pytest.raises(hardneg.InvalidArgument, match="^documents is "):
             hardneg.mine(torch.eye(4), torch.eye(4)[:, :3], 1)
 
     def test_lists_and_two_dtypes(self):
@@ -2326,38 +1909,6 @@ class TestMine:
             hardneg.mine(**rows, k=1)
 
 
-class TestGroupBatches:
-    """Groups of neighbours come together, each sample once."""
-
-    @given(**SEEDS, n=st.integers(1, 40), k=st.integers(1, 8), size=st.integers(1, 6))
-    def test_is_a_permutation_of_groups(self, seed, n, k, size):
-        index = hardneg.mine(*embeddings(seed, 2, n, 3), k)
-        order = hardneg.group_batches(index, size, seeded(seed)).tolist()
-        assert sorted(order) == list(range(n))
-        assert order == hardneg.group_batches(index, size, seeded(seed)).tolist()
-        if size == 1:
-            assert n < 9 or order != list(range(n))
-        itself = torch.cat([torch.arange(n)[:, None], index], 1)  # a sample as its own neighbour
-        assert order == hardneg.group_batches(itself, size, seeded(seed)).tolist()
-
-    def test_neighbours_share_a_batch(self):
-        """Twenty tight clusters of eight come whole, in random order."""
-        centres = embeddings(0, 20, 16).repeat_interleave(8, 0)
-        x = centres + 0.01 * embeddings(1, 160, 16)
-        order = hardneg.group_batches(hardneg.mine(x, x, 7), 8, seeded(0))
-        clusters = (order // 8).view(20, 8)
-        assert (clusters == clusters[:, :1]).all()
-        assert clusters[:, 0].tolist() != sorted(clusters[:, 0].tolist())
-        order = hardneg.group_batches(hardneg.mine(x, x, 7), 4, seeded(0))
-        halves = (order // 8).view(40, 4)
-        assert (halves == halves[:, :1]).all()
-        assert (halves[1:, 0] == halves[:-1, 0]).sum() < 10  # a group has four, and not the eight
-
-    def test_groups_have_samples(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^size is 0; it must be at least 1"):
-            hardneg.group_batches(torch.arange(6)[:, None], 0)
-
-
 class TestDraw:
     """Indices have the frequencies of their weights, and a generator's state replays them."""
 
@@ -2366,7 +1917,7 @@ class TestDraw:
     def test_frequencies(self, weights, seed, constant):
         logits = masked_logits(seed, 3, 6, share=0 if weights == "transported" else 0.3)
         options = WEIGHT_OPTIONS[weights]
-        log_w = getattr(hardneg, weights)(torch.tensor(logits), **options) + constant
+        log_w = log_weights(weights, logits, **options) + constant
         draws, generator = 20000, seeded(seed)
         shares = np.exp(getattr(oracle, weights)(logits, **options))
         for row, share in zip(log_w, shares, strict=True):
@@ -2386,7 +1937,7 @@ class TestDraw:
 
     @given(**MATRICES)
     def test_replay_and_no_repeats(self, seed, a, n):
-        log_w = hardneg.uniform(torch.tensor(masked_logits(seed, a, n))).repeat(50, 1)
+        log_w = infinite(hardneg.uniform(masked(masked_logits(seed, a, n)))).repeat(50, 1)
         counts, generator = (log_w > -INF).sum(1), seeded(3)
         k = int(counts.min())
         index, following = (hardneg.draw(log_w, k, generator) for _ in range(2))
@@ -2408,7 +1959,7 @@ class TestDraw:
             hardneg.draw(torch.tensor([[0.0] * 3, row]), k)
 
 
-# ---- Section 5: numerics and checks
+# ---- Section 8: checks
 class TestInvalidArguments:
     """An `InvalidArgument` names the argument, of `Options` or a tensor; NaN never passes."""
 
@@ -2421,10 +1972,10 @@ class TestInvalidArguments:
         "relative_margin": [INF, *NO_NUMBERS],
         "reduction": ["max"],
         "debias": ["eq2", None],
-        "block_size": [-1],
+        "block_size": [-1, 1.5],
         "tau_plus": [-0.1, 1.0, 2, *NO_NUMBERS],
         "temperature": [0, -1.0, INF, torch.tensor(-0.5), *NO_NUMBERS],
-        "beta": [-1, 3e8, 1e30, INF, *NO_NUMBERS],
+        "beta": [-1, 3e8, INF, *NO_NUMBERS],
         "kappa": [INF, *NO_NUMBERS],
         "margin": [-1, INF, *NO_NUMBERS],
         "alpha": [0, 1.1, *NO_NUMBERS],
@@ -2460,7 +2011,7 @@ class TestInvalidArguments:
 
     @pytest.mark.parametrize("views", VIEWS)
     def test_views(self, views):
-        with pytest.raises(ValueError, match="^views is "):
+        with pytest.raises(ValueError, match=r"^views(\[1\]|\[0\])? is "):
             contrastive_loss(*views)
 
     WRONG = [("labels", torch.zeros(shape), ()) for shape in (3, 8, (4, 2), ())]
@@ -2476,7 +2027,7 @@ class TestInvalidArguments:
     WRONG += [("positive_index", index, (5,)) for index in INDICES]
     WRONG += [("positive_index", [0, 1, 2, 0], (4, 2)), ("positive_index", [0, 1, 2, 3], ())]
     WRONG += [("negative_mask", torch.ones(4, 8).bool(), k) for k in ((), (7,), (4, 2))]
-    WRONG += [("group", "world", ()), ("group", True, ()), ("margin_columns", 3, ())]
+    WRONG += [("group", "world", ()), ("group", True, ())]
 
     @pytest.mark.parametrize("name, value, k", [*WRONG, ("negative_mask", torch.ones(8, 8), ())])
     def test_other_tensors(self, name, value, k):
@@ -2485,12 +2036,18 @@ class TestInvalidArguments:
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
     SAID = [  # argument, its value, rows given; what the error says
-        ("labels", torch.zeros(4), (2,), "is of shape (4,); it must be (4 + 2,): of the samples"),
+        ("labels", torch.zeros(4), (2,), "is torch.float32 (4,); it must be a tensor (6)"),
         ("labels", torch.zeros(4), (4, 2), "is given; it must be None with negatives (B, K, D)"),
         ("positive_index", [0, 1, 2, 5], (5,), "is from 0 to 5; it must be from 0 to 4"),
-        ("positive_index", [0, 1, 2, 3], (), "it must be (4,) whole numbers, rows of negatives="),
-        ("temperature", torch.ones(1), (), "or a tensor without dimensions"),
+        ("positive_index", [0, 1, 2, 3], (), "is given; it must be None without negatives"),
+        ("temperature", torch.ones(1), (), "it must be a number from 1e-06 to 1e+06"),
+        ("alpha", 1.1, (), "is 1.1; it must be a number from 1e-09 to 1"),
     ]
+
+    def test_labels_as_a_second_view(self):
+        for labels in (torch.arange(4), torch.arange(4.0)):
+            with pytest.raises(ValueError, match="labels go in labels="):
+                contrastive_loss(torch.ones(4, 3), labels)
 
     @pytest.mark.parametrize("name, value, k, said", SAID)
     def test_errors_say_what_is_allowed(self, name, value, k, said):
@@ -2520,10 +2077,10 @@ class TestInvalidArguments:
     def test_large_embeddings_are_finite(self):
         """Their sum is not."""
         x = torch.full((3, 4), 6e4, dtype=torch.float16)
-        assert contrastive_loss(x, x, normalize=False, temperature=1e12).isfinite()
+        assert contrastive_loss(x, x, normalize=False, temperature=1e6).isfinite()
 
 
-# ---- Section 6: large batches and ranks
+# ---- Section 7: large batches and ranks
 class TestLargeBatches:
     """A loss in blocks stores no matrix of all pairs, and has the gradients of what is read."""
 
@@ -2560,7 +2117,7 @@ class TestLargeBatches:
                 value = contrastive_loss(*views, **options)
             alive = [value, *(box().x for box in saved if box() is not None)]
             alive += [x for x in gc.get_objects() if type(x) is torch.Tensor]
-            new = [x for x in alive if id(x) not in before]
+            new = [x for x in alive if id(x) not in before and x.is_floating_point()]
             return max(x.untyped_storage().nbytes() // x.element_size() for x in new)
 
         assert kept(0) >= 32**2 and kept(8) <= 32 * 4
@@ -2574,42 +2131,72 @@ class TestLargeBatches:
             contrastive_loss(x, y, loss=loss, epsilon=1.0)
         assert 2**20 < operations.bytes <= 5 * 2**20
 
-    @pytest.mark.parametrize("samples", [6, 600])
-    def test_compiles_with_an_option_that_varies(self, samples):
+    RESIDENT = """
+import resource
+import sys
+import torch
+import hardneg
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+own = (lambda logits: 0.5 * logits) if sys.argv[1] == "own" else sys.argv[1]
+options = {"weights": own, "reduction": sys.argv[2], "temperature": 0.5}
+x, y, by_losses = torch.randn(4096, 32), torch.randn(4096, 32), torch.randn(8192)
+hardneg.contrastive_loss(x[:8].requires_grad_(), y[:8], **options).sum().backward()
+before = peak()
+value = hardneg.contrastive_loss(x.requires_grad_(), y, **options)
+(value * by_losses).sum().backward()
+print(peak() - before)
+"""
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="how much is resident is Linux's to say")
+    @pytest.mark.parametrize("weights", ["uniform", "tilted", "own"])
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_resident_memory_is_linear(self, tmp_path, weights, reduction):
+        """A matrix of all pairs would have 256 MiB; that of a block has 4."""
+        (tmp_path / "peak.py").write_text(self.RESIDENT)
+        run = start(["peak.py", weights, reduction], tmp_path)
+        printed, error = run.communicate(timeout=300)
+        assert run.returncode == 0, error
+        assert float(printed) < 128
+
+    def test_compiles_with_an_option_that_varies(self):
         """As for an annealed β: from its second value on it is a symbol of the graph."""
-        x, y = embeddings(1, 2, samples, 3)
+        x, y = embeddings(1, 2, 6, 3)
         loss = partial(contrastive_loss, x, y)
         torch._dynamo.reset()
         compiled = torch.compile(loss, backend="eager", fullgraph=True)
         for beta in (1.0, 0.8, 0.5):
             close(compiled(loss="hcl", beta=beta), loss(loss="hcl", beta=beta), 1e-10)
 
-    @pytest.mark.parametrize("loss, k", [("hcl", 0), ("ot", 0), ("hard", 0), ("hard", 5)])
-    @pytest.mark.parametrize("samples", [6, 600])
-    def test_compiles_with_the_encoder_in_one_graph(self, loss, k, samples):
-        """A large batch stays one operator, in linear memory, with the numbers of eager code."""
+    CASES = [(loss, k, samples) for loss in PRESETS for k in (0, 5) for samples in (6, 600)]
+
+    @pytest.mark.parametrize("loss, k, samples", CASES)
+    def test_compiles_with_the_encoder(self, loss, k, samples):
+        """Value and gradient are those of eager code; an ordinary batch is one graph."""
         x, y, bank = (embeddings(n, n, 3) for n in (samples, samples, k + 1))
         encoder, t = nn.Linear(3, 4).double(), nn.Parameter(torch.tensor(0.4))
         criterion = hardneg.ContrastiveLoss(loss, temperature=t, epsilon=0.5)
-        graphs, aot_eager = [], torch._dynamo.lookup_backend("aot_eager")
 
         def step(x, y, bank):
             given = {"negatives": encoder(bank)} if k else {}
             return criterion(encoder(x), encoder(y), **given)
 
-        def backend(graph, inputs):
-            graphs.append(graph)
-            return aot_eager(graph, inputs)
-
         torch._dynamo.reset()
-        compiled = torch.compile(step, backend=backend, fullgraph=True)(x, y, bank)
+        in_one = loss != "ot" and (k > 0 or samples < 600)
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=in_one)(x, y, bank)
         wanted = with_slope(step(x, y, bank), encoder.weight)
         same(with_slope(compiled, encoder.weight), wanted, 1e-12)
-        nodes = list(graphs[0].graph.nodes)
-        if samples == 600 and not k:
-            assert any("blocks" in str(node.target) for node in nodes)
-            values = tensors_of([node.meta.get("example_value") for node in nodes])
-            assert 1200 * 4 <= max(x.numel() for x in values) < 1200 * 1200 / 10
+
+    def test_a_compiled_large_batch_stores_no_matrix(self):
+        x, y = embeddings(1, 2, 1500, 3).float().requires_grad_()
+        torch._dynamo.reset()
+        compiled = torch.compile(partial(contrastive_loss, loss="hcl"), backend="aot_eager")
+        compiled(x, y)
+        with Operations() as operations:
+            compiled(x, y).backward()
+        assert operations.bytes < 3000 * 3000
 
 
 class TestWhatIsReadRuns:
@@ -2620,8 +2207,8 @@ class TestWhatIsReadRuns:
     EDITS += [("hardest", {"weights": "hardest"}), ("top", {"loss": "hard"})]
     EDITS += [("transported", {"loss": "ot", "detach_weights": False})]
     EDITS += [("transported", {"loss": "ot"}), ("sinkhorn", {"loss": "ot"})]
-    EDITS += [("mean_one", {"loss": "ot", "tau_plus": 0.01}), ("nce", {"loss": "simclr"})]
-    EDITS += [("debiased", {"loss": "debiased", "tau_plus": 0.01}), ("ppcl", {"loss": "ppcl"})]
+    EDITS += [("log_weights", {"loss": "hcl"}), ("nce", {"loss": "simclr"})]
+    EDITS += [("published", {"loss": "debiased", "tau_plus": 0.01}), ("ppcl", {"loss": "ppcl"})]
     EDITS += [("simple", {"loss": "hard-simple"}), ("decoupled", {"objective": "decoupled"})]
     EDITS += [("triplet", {"loss": "triplet", "margin": 0.5}), ("answer", {"loss": "hcl"})]
     CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 600)]
@@ -2638,7 +2225,10 @@ class TestWhatIsReadRuns:
 
         before = gradient()
         close(gradient(), before, 1e-6, floor=1e-9)
-        monkeypatch.setattr(hardneg, name, edited(name, getattr(hardneg, name)))
+        edit = edited(name, getattr(hardneg, name))
+        monkeypatch.setattr(hardneg, name, edit)
+        if name in hardneg.OF_LOGITS:
+            monkeypatch.setitem(hardneg.OF_LOGITS, name, edit)
         change = (gradient() - before).norm() / before.norm()
         assert change > 1e-3
 
@@ -2680,37 +2270,31 @@ class TestReadyForAGPU:
         assert 8 * len(operations.reads()) == steps
         assert (steps >= 8) == (loss == "ot")
 
-    MOST = {"simclr": 70, "debiased": 100, "hcl": 110, "hard": 90, "ot": 400}
-
-    @pytest.mark.parametrize("loss, most", MOST.items())
-    def test_a_small_batch_takes_few_operations(self, as_on_a_gpu, loss, most):
-        x, y = (torch.randn(128, 128, requires_grad=True) for _ in range(2))
-        with Operations() as operations:
-            contrastive_loss(x, y, loss=loss).backward()
-        computed = [name for name in operations.names if name not in operations.FREE]
-        assert 30 < len(computed) <= most
-
     @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("k", [0, 5])
     @pytest.mark.parametrize("device", [DEVICE, "fake"])
-    def test_tensors_are_made_on_the_device(self, loss, k, device):
+    def test_tensors_are_made_on_the_device(self, monkeypatch, loss, k, device):
         """On a GPU, if only a fake one, and beside the default device meta: a mix raises."""
         fake = device == "fake"
+        if fake:  # it has no values to read
+            monkeypatch.setattr(hardneg, "_stops", lambda error, step, *_: step == 3)
         device, default = ("cuda", "cpu") if fake else (device, "meta")
         with FakeTensorMode() if fake else contextlib.nullcontext():
             x = torch.randn(4, 3, device=device, requires_grad=True)
             options = {"labels": [0, 1, 1, 2], "loss": loss}
             if k:
                 rows = torch.randn(k, 3, device=device)
-                options |= {"negatives": rows, "positive_index": [0, 1, 2, 3], "labels": None}
+                index = torch.arange(4, device=device)
+                options |= {"negatives": rows, "positive_index": index, "labels": None}
             for size, reduction in itertools.product((0, 3), ("mean", "none")):
                 options |= {"block_size": size, "reduction": reduction}
-                with torch.device(default):
+                # blocks are differentiated at once, which asks the driver of a device
+                with torch.device(default), torch.set_grad_enabled(not fake or size == 0):
                     value = contrastive_loss(x, x, **options)
                     _, stats = contrastive_loss(x, x, return_stats=True, **options)
                     if not fake:
                         value.sum().backward()
-                assert value.requires_grad
+                assert value.requires_grad == (not fake or size == 0)
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
     FOUND = {"relative_margin": 0.05, "absolute_margin": 0.01, "skip": 1}
@@ -2751,12 +2335,6 @@ class TestReadyForAGPU:
 class TestCopies:
     """The file is copied: two copies live in one program, and take their own names with them."""
 
-    def test_operators_take_every_option_of_a_block(self):
-        """An option that is missing there would have its default in large batches alone."""
-        elsewhere = {"loss", "temperature", "normalize", "reduction", "block_size"}
-        taken = re.findall(r"(\w+)(?=,|$)", hardneg.VALUES)
-        assert {*taken, *elsewhere} == {*hardneg.SETTINGS}
-
     def test_two_copies_in_one_program(self, tmp_path, monkeypatch):
         source = (HERE / "hardneg.py").read_text()
         assert source.count("return beta * logits") == 1
@@ -2772,7 +2350,7 @@ class TestCopies:
         names = {}
         exec("from hardneg import *", names)
         assert set(hardneg.__all__) == names.keys() - {"__builtins__"}
-        assert not {"top", "draw", "view", "simple"} & names.keys()
+        assert not {"top", "view", "simple"} & names.keys()
 
     def test_the_header_says_what_it_is(self):
         header = hardneg.__doc__.split("Symbols")[0]
@@ -2811,7 +2389,7 @@ class TestGather:
             torch.distributed.destroy_process_group()
 
 
-# ---- Section 7: views
+# ---- Section 9: views
 class TestViews:
     """Each transformation of `view` is torchvision's or does what its name says."""
 
@@ -2906,7 +2484,7 @@ class TestViews:
             hardneg.view(torch.rand(size))
 
 
-# ---- Section 8: encoders and memory
+# ---- Section 10: encoders and memory
 class TestEncoder:
     """`Encoder` gives features and embeddings; its first layer depends on the image size."""
 
@@ -2935,27 +2513,15 @@ class TestMemoryBank:
         rows = normal(seed + 1, n, 3)
         bank = hardneg.MemoryBank(torch.tensor(rows, requires_grad=True), momentum)
         bank.update(torch.tensor(index), z)
-        close(bank.rows, oracle.bank_update(oracle.unit(rows), index, numpy(z), momentum), 1e-6)
+        wanted = oracle.unit(rows)  # row ← (m row + (1 − m) z) / ‖·‖
+        wanted[index] = momentum * wanted[index] + (1 - momentum) * oracle.unit(numpy(z))
+        close(bank.rows, oracle.unit(wanted), 1e-6)
         assert not bank.rows.requires_grad and bank.rows.dtype == torch.float64
 
-    @at_least(40)
-    @given(size=st.integers(1, 5), batches=st.lists(st.integers(1, 6), min_size=2, max_size=6))
-    def test_push_keeps_the_last_embeddings(self, size, batches):
-        """Batches may be larger than the queue; a state saved in between changes nothing."""
-        queue, angles = hardneg.MemoryBank(torch.ones(size, 2)), torch.arange(sum(batches)) / 100
-        keys = torch.stack([angles.cos(), angles.sin()], 1)
-        for some in keys.split(batches):
-            other = hardneg.MemoryBank(torch.ones(size, 2))
-            other.load_state_dict(queue.state_dict())
-            queue = other
-            queue.push(3 * some)
-        assert ((queue.rows @ keys[-size:].T).amax(0) > 1 - 1e-5).all()
-
     def test_rows_of_another_shape(self):
-        """One embedding without a batch would fill several rows."""
         bank = hardneg.MemoryBank(torch.eye(4))
         with pytest.raises(hardneg.InvalidArgument, match="^z is "):
-            bank.push(torch.ones(4))
+            bank.update(torch.arange(4), torch.ones(4))
         with pytest.raises(hardneg.InvalidArgument, match="^index is "):
             bank.update(torch.arange(3), torch.ones(1, 4))
         assert torch.equal(bank.rows, torch.eye(4))
@@ -2967,27 +2533,42 @@ class TestMemoryBank:
         hardneg.follow(follower, leader, 0.9)
         states = before, follower.state_dict(), leader.state_dict()
         for old, x, new in zip(*(state.values() for state in states), strict=True):
-            mean = oracle.ema(numpy(old), numpy(new), 0.9)
+            mean = 0.9 * numpy(old) + 0.1 * numpy(new)
             close(x, mean if x.is_floating_point() else new, 1e-6)
 
 
-# ---- Section 9: generators
+# ---- Section 11: generators
 class TestGame:
     """A `Game` of `Generator` and `Discriminator` against the encoder, by `DiffHard`."""
+
+    HINGES = {  # [3] Eq. 5, with f_D(x) = max(0, 1 + x), f_G(x) = −x
+        "hinge_discriminator": lambda real, fake: (
+            np.maximum(0, 1 - real).mean() + np.maximum(0, 1 + fake).mean()
+        ),
+        "hinge_generator": lambda fake: -fake.mean(),
+    }
 
     @pytest.mark.parametrize("name, inputs", [("hinge_discriminator", 2), ("hinge_generator", 1)])
     @given(**SEEDS, b=st.integers(1, 5))
     def test_hinge_losses(self, name, inputs, seed, b):
-        scores, loss = normal(seed, 2, b)[:inputs] * 2, getattr(oracle, name)
+        scores, loss = normal(seed, 2, b)[:inputs] * 2, self.HINGES[name]
         x = torch.tensor(scores, requires_grad=True)
         wanted = loss(*scores), oracle.gradient(lambda rows: loss(*rows), scores)
         same(with_slope(getattr(hardneg, name)(*x), x), wanted, 1e-12)
+
+    def diversity(self, images, real):
+        """Compute the mean distance to the nearest other image, relative to that of real ones."""
+        means = []
+        for rows in (images.reshape(len(images), -1), real.reshape(len(real), -1)):
+            distances = np.linalg.norm(rows[:, None] - rows, axis=-1) + np.diag([INF] * len(rows))
+            means.append(distances.min(1).mean())
+        return means[0] / means[1]
 
     @given(**SEEDS, n=st.sampled_from([2, 3, 7, 30]))
     def test_diversity(self, seed, n):
         x = rng(seed).random((2, n, 3, 4, 4))
         for dtype, error in ((torch.float64, 1e-6), (torch.float32, 1e-3), (torch.float16, 0.02)):
-            close(hardneg.diversity(*torch.tensor(x).to(dtype)), oracle.diversity(*x), error)
+            close(hardneg.diversity(*torch.tensor(x).to(dtype)), self.diversity(*x), error)
         images = random_images(64, dtype=torch.float32)  # above 25 rows, cdist rounds
         assert hardneg.diversity(images[:1].expand(64, -1, -1, -1), images) < 0.01
 
@@ -3080,7 +2661,7 @@ class TestGame:
             play(game, Pixels(), random_images(8, 8, torch.float32))
         networks = one.G_ema.parameters(), one.G.parameters()
         for old, mine, leader in zip(before, *networks, strict=True):
-            close(mine, oracle.ema(numpy(old), numpy(leader), 0.7), 1e-6)
+            close(mine, 0.7 * old + 0.3 * leader, 1e-6)
         assert not moved(one.G_ema, weights_of(two.G_ema)) and moved(one.G, weights_of(two.G))
 
     def test_imitate_moves_the_discriminator_and_then_the_generator(self):
@@ -3089,7 +2670,7 @@ class TestGame:
         other = copy.deepcopy(game)
         figures = game.imitate(images, seeded(5))
         real, z = images[:8], torch.randn(8, 4, generator=seeded(5)).double()
-        close(figures["diversity"], oracle.diversity(numpy(other.G(z)), numpy(real)), 1e-6)
+        close(figures["diversity"], self.diversity(numpy(other.G(z)), numpy(real)), 1e-6)
         for network, name in ((other.D, "d_loss"), (other.G, "g_loss")):
             optimizer = torch.optim.Adam(network.parameters(), 0.01, betas=(0.0, 0.999))
             if name == "d_loss":
@@ -3112,8 +2693,9 @@ class TestGame:
         before = [weights_of(part) for part in parts]
         step = partial(game.imitate, real, seeded(1))
         if broken == "encoder":
-            monkeypatch.setattr(hardneg, "_judge", lambda pos, *_: pos.sum(1) * INF)
-            monkeypatch.setattr(hardneg, "_check_finite", lambda *_: None)
+            broken_nce = {"ppcl": lambda pos, negatives: pos.sum(1) * INF}
+            monkeypatch.setattr(hardneg, "OF_LOGITS", broken_nce)
+            monkeypatch.setattr(hardneg, "_check_finite", lambda *_, **__: None)
             step = partial(play, game, encoder, real, lr=0.1)
         else:
             monkeypatch.setattr(hardneg, f"hinge_{broken}", infinite)
@@ -3162,7 +2744,7 @@ class TestGame:
 
 # ---- Section 10: readouts
 class TestReadouts:
-    """embed, knn_accuracy, linear_readout, uniformity, alignment and tolerance."""
+    """embed, uniformity and alignment."""
 
     def test_embed_leaves_the_encoder_as_it_was(self):
         encoder = hardneg.Encoder()
@@ -3177,138 +2759,43 @@ class TestReadouts:
         found = hardneg.embed(encoder, (IMAGES[:50] / 255).double())
         close(found[0], features, 1e-5)
 
-    def test_autocast_changes_nothing(self):
-        z = 1 + 0.1 * embeddings(5, 300, 4).float()
-        labels = (z[:, 0] > 1).long()
-        found = []
-        for enabled in (False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                split = z[:200], labels[:200], z[200:], labels[200:]
-                readouts = [hardneg.knn_accuracy(*split, k=3), hardneg.linear_readout(*split)]
-                found.append([*readouts, hardneg.uniformity(z), hardneg.tolerance(z, labels)])
-        assert found[0] == found[1] and found[0][1] > 90
-
-    def test_labels_are_numbers_of_classes(self):
-        z, labels = embeddings(5, 6, 4), torch.tensor([0, 1, -1, 0, 1, 1])
-        for readout in (hardneg.knn_accuracy, hardneg.linear_readout):
-            with pytest.raises(hardneg.InvalidArgument, match="^train_labels is from -1 on"):
-                readout(z, labels, z, labels)
-        with pytest.raises(hardneg.InvalidArgument, match="^labels is from -1 on"):
-            hardneg.tolerance(z, labels=labels)
-
     def test_embed_gives_the_modes_back_after_an_error(self):
         encoder = hardneg.Encoder()
         with pytest.raises(RuntimeError):
             hardneg.embed(encoder, torch.rand(2, 5, 8, 8))
         assert all(module.training for module in encoder.modules())
 
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-    def test_labels_of_any_integers(self, dtype):
-        labels = torch.arange(40) % 4
-        x = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
-        for readout in (hardneg.knn_accuracy, hardneg.linear_readout):
-            found = readout(x, labels.to(dtype), x, labels.to(dtype))
-            assert found == readout(x, labels, x, labels) > 99
-
-    def test_linear_readout_in_inference_mode(self):
-        labels = torch.arange(40) % 4
-        rows = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
-        with torch.inference_mode():
-            x, y = rows.clone(), labels.clone()  # made in this mode, they cannot be trained on
-            assert hardneg.linear_readout(x, y, x, y) > 99
-
-    def test_knn_accuracy_at_a_small_temperature(self):
-        """e^{1/t} overflows float32 below t = 0.0113."""
-        labels = torch.arange(40) % 4
-        x = embeddings(1, 40, 4)
-        assert hardneg.knn_accuracy(x, labels, x, labels, k=5, temperature=0.001) == 100
+    def test_autocast_changes_nothing(self):
+        z = 1 + 0.1 * embeddings(5, 300, 4).float()
+        wanted = hardneg.uniformity(z)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert hardneg.uniformity(z) == wanted
 
     def test_uniformity_needs_two_rows(self):
         with pytest.raises(hardneg.InvalidArgument, match="^z is "):
             hardneg.uniformity(torch.ones(1, 3))
 
-    @given(**SEEDS, k=st.sampled_from([1, 7, 100]))
-    def test_knn_accuracy_is_that_of_a_plain_loop(self, seed, k):
-        x, y = normal(seed, 30, 4), normal(seed + 1, 1030, 4)
-        labels, right = rng(seed).integers(3, size=1060), 0
-        cosines = oracle.unit(y) @ oracle.unit(x).T
-        for row, label in zip(cosines, labels[30:], strict=True):
-            votes = np.zeros(3)
-            for j in np.argsort(-row, kind="stable")[:k]:
-                votes[labels[j]] += np.exp(row[j] / 0.5)
-            right += votes.argmax() == label
-        found = hardneg.knn_accuracy(*map(torch.as_tensor, (x, labels[:30], y, labels[30:])), k=k)
-        assert found == pytest.approx(100 * right / 1030, abs=0.11)  # float32 may turn one vote
-
-    def test_linear_readout_is_scipys(self):
-        """The class is in a small difference of features: it takes weights against the penalty."""
-        labels, x = rng(1).integers(3, size=1200), normal(1, 1200, 40)
-        x[:, 1] = x[:, 0] + 0.1 * x[:, 1] + 0.2 * (labels - 1)
-        scaled = (x - x[:200].mean(0)) / x[:200].std(0, ddof=1)
-
-        def scores(flat, rows):
-            weight, bias = flat[:120].reshape(3, 40), flat[120:]
-            return scaled[rows] @ weight.T + bias
-
-        def objective(flat):
-            some = scores(flat, slice(200))
-            fit = np.mean(logsumexp(some, axis=1) - some[np.arange(200), labels[:200]])
-            return fit + 1e-3 / 2 * (flat[:120] ** 2).sum()
-
-        best = minimize(objective, np.zeros(123), tol=1e-9).x
-        wanted = 100 * np.mean(scores(best, slice(200, None)).argmax(1) == labels[200:])
-        dull = normal(4, 1200, 1)
-        dull[:200] = 0.1  # constant in training: no part
-        for rows in (x, 1e3 * x + 5, np.concatenate([x, dull], 1)):
-            sets = map(torch.as_tensor, (rows[:200], labels[:200], rows[200:], labels[200:]))
-            found = hardneg.linear_readout(*sets)
-            assert found == pytest.approx(wanted, abs=0.31)  # a few are on the border
-
     @given(**SEEDS, n=st.integers(3, 8), d=st.integers(2, 4), t=st.floats(0.5, 4))
-    def test_uniformity_alignment_and_tolerance_are_the_oracles(self, seed, n, d, t):
-        x, y, labels = *embeddings(seed, 2, n, d), torch.arange(n) % 2
+    def test_uniformity_and_alignment_are_those_of_the_paper(self, seed, n, d, t):
+        """log E e^{−t ‖x − y‖²} over different rows, and E ‖x_i − y_i‖². Ref: [5]"""
+        x, y = embeddings(seed, 2, n, d)
         z, w = oracle.unit(x.numpy()), oracle.unit(y.numpy())
         close(hardneg.unit(x), z, 1e-14)
-        close(hardneg.uniformity(x, t), oracle.uniformity(z, t), 1e-10)
-        close(hardneg.alignment(x, y), oracle.alignment(z, w), 1e-10)
-        close(hardneg.tolerance(x, labels), oracle.tolerance(z, labels.numpy()), 1e-10)
+        squares = ((z[:, None] - z) ** 2).sum(-1)[~np.eye(n, dtype=bool)]
+        close(hardneg.uniformity(x, t), np.log(np.exp(-t * squares).mean()), 1e-10)
+        close(hardneg.alignment(x, y), ((z - w) ** 2).sum(1).mean(), 1e-10)
 
-    def test_measures_of_many_rows(self):
-        z, labels = embeddings(5, 2100, 4), torch.arange(2100) % 3  # more than one block of them
+    def test_uniformity_of_many_rows(self):
+        z = embeddings(5, 2100, 4)  # more than one block of them
         for x, t in ((z, 8.0), (z + 1, 2.0)):  # in half precision
             others, cosines = torch.eye(2100) == 0, hardneg.unit(x) @ hardneg.unit(x).T
             want = (2 * t * (cosines[others] - 1)).exp().mean().log()
             close(hardneg.uniformity(x.half(), t), want, 1e-3)
-            same_class = (labels[:, None] == labels) & others
-            close(hardneg.tolerance(x.half(), labels.int()), cosines[same_class].mean(), 1e-3)
 
 
-# ---- Section 11: training
+# ---- Section 12: training
 class TestMethods:
-    """`SimCLR` with partners, `Bank`, `Queue` and `CLAE` contrast what they say."""
-
-    def test_partners_are_others_of_the_class(self, monkeypatch):
-        view = Mock(wraps=lambda images, *_, **__: images / 255)
-        monkeypatch.setattr(hardneg, "view", view)
-        labels = LABELS[:60].clone()
-        labels[:3] = torch.tensor([-1, -1, 9])  # no label, or alone in its class: itself
-        places = torch.arange(60).to(torch.uint8)[:, None, None, None].expand(-1, 3, 16, 16)
-        partners = {"partners": (places, labels)}
-        list(begin(places, method_options=partners, batch_size=30, epochs=20))
-        seen = [call.args[0][:, 0, 0, 0].long() for call in view.call_args_list]
-        for first, second in zip(seen[::2], seen[1::2], strict=True):
-            assert torch.equal(labels[first], labels[second])
-            assert torch.equal(first == second, first < 3)
-        assert len(torch.cat(seen[1::2]).unique()) == 60
-
-    @pytest.mark.parametrize("place", ["cpu", "cuda"])
-    def test_partners_may_lie_on_the_cpu(self, place):
-        with FakeTensorMode():
-            images = torch.zeros(9, 3, 8, 8, dtype=torch.uint8, device=place)
-            partners = images, torch.zeros(9, dtype=torch.long, device=place)
-            method = hardneg.SimCLR(hardneg.ContrastiveLoss(), partners=partners)
-            others = method.others_of_class(torch.arange(4, device="cuda"), None)
-        assert others.device.type == "cuda" and others.shape == (4, 3, 8, 8)
+    """`SimCLR` with partners, and `Bank`, contrast what they say."""
 
     def test_bank_holds_the_embeddings_of_each_image(self, plain_views):
         training = begin(IMAGES, "bank", method_options={"momentum": 0.0})
@@ -3326,38 +2813,14 @@ class TestMethods:
         close(bank.rows, said, 1e-6)
         close([p["positive"] for p in seen], positives, 1e-5)
 
-    def test_queue_holds_embeddings_of_the_slow_encoder(self, plain_views):
-        """In eval mode; they enter after the step, and then the slow encoder follows."""
-        training = begin(IMAGES, "queue", method_options={"momentum": 0.5}, epochs=1)
-        method, encoder = training.method, training.encoder
-        method.step = Mock(wraps=method.step)
-        rows, slow = method.queue.rows.clone(), copy.deepcopy(encoder)
-        cosines = rows @ hardneg.embed(encoder, IMAGES)[1].T
-        assert cosines.amax(1).min() > 0.99999
-        assert len(cosines.argmax(1).unique()) == len(rows) == 100
-        for figures in training:
-            keys = hardneg.embed(slow, method.step.call_args.args[1])[1]
-            kept = torch.cat([rows[80:], keys]) if figures["step"] == 1 else keys
-            assert (method.queue.rows @ kept.T).amax(0).min() > 0.99999
-            hardneg.follow(slow, encoder, 0.5)
-            assert equal_states(slow.state_dict(), method.slow.state_dict())
-        assert not any(p.requires_grad for p in method.slow.parameters())
-        rows = begin(IMAGES[:30], "queue").method.queue.rows  # more rows than images
-        assert len(rows) == 100 and len((rows @ rows.T > 0.99999).unique(dim=0)) == 30
-
-    @pytest.mark.parametrize("name, options", [("bank", {}), ("queue", {"size": 7})])
-    def test_bank_and_queue_have_no_own_row_as_candidate(self, plain_views, name, options):
+    def test_bank_has_no_own_row_as_candidate(self, plain_views):
         """The loss is that of rows for each anchor, from which its own one is left out."""
-        training = begin(IMAGES[:30], name, method_options=options)
+        training = begin(IMAGES[:30], "bank")
         method, encoder, index = training.method, training.encoder.eval(), torch.arange(8) + 3
         loss, _ = method.step(encoder, IMAGES[index], index, torch.Generator())
-        z = hardneg.embed(encoder, IMAGES[index])[1]
-        if name == "bank":
-            own, rows = index, method.bank.rows
-        else:
-            own, rows = torch.arange(8), torch.cat([z, method.queue.rows])
-        others = torch.stack([rows[torch.arange(len(rows)) != i] for i in own])
-        close(loss, contrastive_loss(z, rows[own], negatives=others), 1e-5)
+        z, rows = hardneg.embed(encoder, IMAGES[index])[1], method.bank.rows
+        others = torch.stack([rows[torch.arange(len(rows)) != i] for i in index])
+        close(loss, contrastive_loss(z, rows[index], negatives=others), 1e-5)
 
     @pytest.mark.parametrize("loss", ["hard", "hcl"])
     def test_bank_is_not_copied_in_a_step(self, loss):
@@ -3368,37 +2831,6 @@ class TestMethods:
             bank.step(encoder, images[:8], torch.arange(8), None, return_stats=True)[0].backward()
             bank.after_step()
         assert operations.bytes <= 8 * 4000 * 8 < bank.bank.rows.nbytes / 10
-
-    @pytest.mark.parametrize("bound", [1e-3, 0.1])
-    def test_clae_moves_the_second_view_along_the_sign_of_the_slope(self, bound):
-        torch.manual_seed(0)
-        layer, seen = nn.Linear(48, 3).double(), []
-        layer.weight.data[:, :16] = 0  # blind to one colour: no slope, no change
-
-        def encoder(x):
-            seen.append(x)
-            return x, torch.tanh(layer(x.flatten(1)))
-
-        def said(y):
-            z = encoder(torch.cat([first, torch.as_tensor(y)]))[1].chunk(2)
-            return contrastive_loss(*z, **options)
-
-        images, options = random_images(3, 4), {"return_stats": True, "temperature": 0.7}
-        method = hardneg.CLAE(hardneg.ContrastiveLoss(), bound, {"jitter": 0.5})
-        loss, stats = method.step(encoder, images, None, seeded(4), **options)
-        (views, harder), generator = seen[:2], seeded(4)
-        first, second = (hardneg.view(images, generator, jitter=0.5) for _ in range(2))
-        assert torch.equal(views, torch.cat([first, second])) and not harder.requires_grad
-        with torch.no_grad():
-            slope = oracle.central_difference(lambda y: float(said(y)[0]), numpy(second))
-        assert np.abs(slope[:, 1:]).min() > 1e-8
-        assert ((harder - second)[:, 1:].abs() < bound - 1e-9).any()
-        close(harder, oracle.perturbed(numpy(second), slope, bound), 1e-12)
-        (clean, wanted), (hard, _) = said(second), said(harder)
-        close(stats["positive"], wanted["positive"], 1e-12)
-        mean = with_slope((clean + hard) / 2, layer.weight)
-        same(with_slope(loss, layer.weight), mean, 1e-10)
-        assert hard > clean
 
 
 class TestMicroBatches:
@@ -3420,8 +2852,7 @@ class TestMicroBatches:
                 parameters += game.G.parameters()
             found.append([loss, *torch.autograd.grad(loss, parameters)])
         all_close(*reversed(found), 1e-10, floor=1e-6)
-        least = 7 if name == "queue" else 0  # the slow encoder needs no gradient
-        assert max(network.seen) <= max(size, least)
+        assert max(network.seen) <= size
 
     def test_randomness_is_replayed(self):
         network, x, found = Plain(nn.Dropout(0.5)), random_images(6, 8), []
@@ -3482,7 +2913,7 @@ class TestSchedules:
 class TestTraining:
     """Runs of `Training` learn, repeat by seed, resume to the same bits, and stop if they fail."""
 
-    @pytest.mark.parametrize("name, gap", [("simclr", 0.5), ("bank", 0.3), ("queue", 0.1)])
+    @pytest.mark.parametrize("name, gap", [("simclr", 0.4), ("bank", 0.3)])
     def test_learns(self, name, gap):
         seen = list(begin(IMAGES, name, epochs=12 if name == "bank" else 10))
         assert seen[-3]["positive"] > seen[-3]["negative"] + gap
@@ -3499,7 +2930,7 @@ class TestTraining:
 
     @pytest.mark.parametrize("name", METHODS)
     def test_everything_is_on_the_device_of_the_images(self, name):
-        images, labels = IMAGES[:40].to(DEVICE), LABELS[:40].to(DEVICE)
+        images = IMAGES[:40].to(DEVICE)
         options = {"game": tiny_game(16, every=1)} if name == "diffhard" else {}
         training = begin(images, name, method_options=options)
         method, encoder = training.method.to(DEVICE), training.encoder.to(DEVICE)
@@ -3510,10 +2941,8 @@ class TestTraining:
                 loss.backward()
                 x, z = hardneg.embed(encoder, images)
                 figures |= method.after_step() or {}
-                figures |= {"u": hardneg.uniformity(z), "t": hardneg.tolerance(z, labels)}
-                for accuracy in (hardneg.linear_readout, hardneg.knn_accuracy):
-                    assert accuracy(x, labels, x, labels) > 25
-        assert {x.device.type for x in (loss, *figures.values())} == {DEVICE}
+                figures |= {"uniformity": hardneg.uniformity(z)}
+        assert {value.device.type for value in (loss, x, *figures.values())} == {DEVICE}
 
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("recipe", hardneg.RECIPES)
@@ -3528,30 +2957,24 @@ class TestTraining:
             second.load_state_dict(torch.load(path, weights_only=True))
             assert list(second) == seen[int(path.stem) :]
             assert equal_states(whole.state_dict(), second.state_dict())
-        parts = "epoch step_in_epoch generator encoder method optimizer"
+        parts = "epoch step_in_epoch encoder method optimizer"
         assert set(whole.state_dict()) == set(parts.split())
 
-    def test_goes_on_after_a_generator_of_another_kind_of_device(self):
-        """Its state has another size. Each epoch seeds the generator, so the next one repeats."""
-        whole = begin(IMAGES)
-        seen = list(itertools.islice(whole, whole.steps_per_epoch))
-        state = copy.deepcopy(whole.state_dict())  # its tensors train on
-        second = begin(IMAGES)
-        second.load_state_dict(state | {"generator": torch.zeros(16, dtype=torch.uint8)})
-        assert len(seen) > 1 and list(second) == list(whole)
+    def test_steps_and_seeds_differ_in_what_they_draw(self, monkeypatch):
+        draws = []
 
-    def test_a_new_generator_is_of_the_run(self):
-        """Within an epoch it begins anew: two runs do not draw the same."""
-        seeds = []
-        for seed in (0, 1):
-            training = begin(IMAGES, seed=seed)
-            next(iter(training))
-            state = copy.deepcopy(training.state_dict())
-            second = begin(IMAGES, seed=seed)
-            second.load_state_dict(state | {"generator": torch.zeros(16, dtype=torch.uint8)})
-            seeds.append(second.generator.initial_seed())
-            assert seeds[-1] == training.generator.initial_seed()
-        assert seeds[0] != seeds[1]
+        def view(images, generator, **options):
+            draws.append(torch.rand(2, generator=generator))
+            return images / 255
+
+        monkeypatch.setattr(hardneg, "view", view)
+        for seed in (0, 0, 1):
+            list(itertools.islice(begin(IMAGES, seed=seed), 2))
+        first, again, other = torch.stack(draws).chunk(3)
+        assert (
+            torch.equal(first, again)
+            and len(torch.cat([first, other]).unique()) == first.numel() * 2
+        )
 
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, n, size, sizes):
@@ -3566,9 +2989,9 @@ class TestTraining:
             one, two = torch.cat([given[2] for given in asked]).split(n)
             assert set(one.tolist()) == set(two.tolist()) == set(range(n))
             assert not torch.equal(one, two)
-            orders.append((one.tolist(), training.generator.initial_seed()))
+            orders.append(one.tolist())
         first, again, other = orders
-        assert first == again and first[0] != other[0] and first[1] != other[1]
+        assert first == again != other
 
     def test_schedules_and_statistics(self):
         """A schedule's option reaches the loss; statistics come every tenth of an epoch."""
@@ -3628,8 +3051,7 @@ class TestTraining:
     INVALID += [("training", "epochs", 0), ("training", "batch_size", 1)]
     INVALID += [("training", "epochs", 1.5), ("training", "batch_size", 2.5)]
     INVALID += [("training", "recipe", "lars"), ("training", "micro_batch", 0)]
-    INVALID += [(of, "momentum", x) for of in ("bank", "queue", "game") for x in (-0.1, 1.0)]
-    INVALID += [("queue", "size", 0), ("clae", "bound", 0.0), ("clae", "bound", 1.0)]
+    INVALID += [(of, "momentum", x) for of in ("bank", "game") for x in (-0.1, 1.1)]
     INVALID += [("game", name, 0) for name in ("width", "latent", "every")]
     INVALID += [("game", "size", 4), ("game", "size", 24), ("game", "pretrain", -1)]
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]

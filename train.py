@@ -7,7 +7,6 @@ and checkpoint.pt. From Python: train.run(train.Options(loss="hard", alpha=0.3))
 
 import dataclasses
 import functools
-import inspect
 import sys
 import time
 import warnings
@@ -18,22 +17,21 @@ import torch
 from torch import distributed
 
 import hardneg
-from training import UserError, command, compare, report, require, runs
+from training import UserError, baselines, command, compare, report, require, runs
 from training.command import option
 from training.images import KNOWN, TORCHVISION, Images, read
 
-# What a loss or a method needs to learn something in a short run: benchmarks/README.md. Epochs,
-# batch size and rate are for the recipe adamw. A method's row lists all options that it alone has.
+# What a loss or a method needs to learn something in a short run: benchmarks/README.md. A loss has
+# a row where hardneg's defaults lose more than a point on the shapes. Epochs, batch size and rate
+# are for the recipe adamw. A method's row lists all options that it alone has.
 SMALL = {"batch_size": 64, "lr": 2e-3}
 LOSS_DEFAULTS = {
     "simclr": {"temperature": 0.05},
-    "debiased": {"tau_plus": 0.01},
-    "hcl": {"temperature": 0.3},
-    "ot": {"epsilon": 0.1},
-    "hard": {"temperature": 0.07, "alpha": 0.3},
-    "hard-simple": {"lead_in": False, "epochs": 28} | SMALL,
+    "hcl": {"temperature": 0.3, "beta": 1.0, "tau_plus": 0.1},
+    "hard": {"temperature": 0.07},
+    "hard-simple": {"alpha": 0.1, "lead_in": False, "epochs": 28} | SMALL,
     # on the nearest negative alone all embeddings collapse
-    "triplet": {"weights": "top", "margin": 0.5, "epochs": 16} | SMALL,
+    "triplet": {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16} | SMALL,
 }
 GAME = dict(loss="ppcl", pairs=True, ascent=True, momentum=0.99, pretrain=2, every=8, width=8)
 METHOD_DEFAULTS = {
@@ -54,8 +52,21 @@ FACTS = "loss method data seed epochs device".split()  # of results.json
 LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9), "workers": (0, 999)}
 LIMITS |= {name: (0, 10**9) for name in ("seed", "weight_decay", "gan_lr", "ascent_lr")}
 LIMITS["queue_size"] = (1, 10**9)
-# what rules look at beside their arguments: tilted multiplies cos/t; two have a gradient
-IMPLIED = {"tilted": {"temperature", "detach_weights"}, "transported": {"detach_weights"}}
+RECOMMENDED = hardneg.DEFAULTS
+# the options that a rule or an objective looks at; tilted multiplies cos/t, two have a gradient
+OF_LOGITS = {"temperature", "tau_plus", "debias"}
+LOOKS_AT = {
+    "uniform": set(),
+    "tilted": {"beta", "temperature", "detach_weights"},
+    "hardest": set(),
+    "top": {"alpha"},
+    "transported": {"epsilon", "cost", "kappa", "detach_weights"},
+    "nce": OF_LOGITS,
+    "ppcl": OF_LOGITS,
+    "decoupled": OF_LOGITS,
+    "simple": set(),
+    "triplet": {"margin"},
+}
 MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
 
 
@@ -68,16 +79,20 @@ class Options:
     loss: str = option("hcl", "weights and objective", choices=hardneg.PRESETS, group="loss")
     weights: str = option(None, "of negatives", choices=hardneg.WEIGHTS, otherwise="the loss's")
     objective: str = option(None, "of the loss", choices=hardneg.OBJECTIVES, otherwise="the loss's")
-    temperature: float = option(0.1, "divides cosines, above 0")
-    tau_plus: float = option(None, "false negatives' share [1], in [0, 1)", otherwise="the loss's")
+    temperature: float = option(RECOMMENDED["temperature"], "divides cosines, above 0")
+    tau_plus: float = option(
+        None,
+        "false negatives' share [1], in [0, 0.999]",
+        otherwise="0, 1/(N + 1) for debiased",
+    )
     detach_weights: bool = option(None, "no gradient through weights", otherwise="ot alone")
     debias: str = option("published", "estimate of debiasing", choices=("published", "exact"))
-    beta: float = option(1.0, "hcl: concentration on near negatives, at least 0 [1]")
+    beta: float = option(RECOMMENDED["beta"], "hcl: concentration on near negatives [1]")
     anneal: bool = option(False, "hcl: lower beta to a fifth in five steps over the run")
-    epsilon: float = option(0.3, "ot: regularisation, in units of the cost, above 0 [2]")
+    epsilon: float = option(RECOMMENDED["epsilon"], "ot: regularisation, in units of the cost [2]")
     cost: str = option("sqeuclidean", "ot: of the coupling", choices=("sqeuclidean", "exp"))
     kappa: float = option(0.0, "ot: κ of the cost exp")
-    alpha: float = option(0.1, "hard: share of nearest kept, in (0, 1] [4]", nargs="?")
+    alpha: float = option(RECOMMENDED["alpha"], "hard: share of nearest kept [4]", nargs="?")
     lead_in: bool = option(True, "hard: lower the share from 1 to alpha at first")
     margin: float = option(0.0, "triplet: a squared distance, at least 0")
     true_positives: bool = option(False, "second view: another image of the class [1]")
@@ -141,7 +156,7 @@ class Options:
         of_method = METHOD_DEFAULTS[method]
         of_recipe = hardneg.RECIPES[recipe]
         loss = (chosen | of_method | given)["loss"]
-        preset = zip(("weights", "objective", "tau_plus"), hardneg.PRESETS[loss], strict=True)
+        preset = zip(("weights", "objective"), hardneg.PRESETS[loss], strict=True)
         chosen |= of_recipe | dict(preset) | LOSS_DEFAULTS.get(loss, {}) | of_method
         if recipe != "adamw":
             chosen |= of_recipe  # the tables suit adamw
@@ -159,10 +174,7 @@ class Options:
         name = {"anneal": "beta", "lead_in": "alpha"}.get(name, name)
         if name in ("loss", "weights", "objective") or name not in CRITERION:
             return True
-        taken = parameters(getattr(hardneg, self.objective))
-        taken |= parameters(getattr(hardneg, self.weights)) - {"temperature"}
-        taken |= IMPLIED.get(self.weights, set())
-        return name in taken
+        return name in LOOKS_AT[self.objective] | LOOKS_AT[self.weights]
 
     def of_the_run(self) -> dict:
         """List what makes a run what it is: this has to stay when the run goes on."""
@@ -178,13 +190,7 @@ class Options:
 
 
 GROUPS = command.groups_of(Options)
-CRITERION = [name for name in GROUPS if name in hardneg.SETTINGS]  # loss, weights, objective, …
-
-
-def parameters(function) -> set[str]:
-    """List the arguments of a rule or an objective, and those that it hands on to `debiased`."""
-    names = set(inspect.signature(function).parameters)
-    return names | parameters(hardneg.debiased) if "debiasing" in names else names
+CRITERION = [name for name in GROUPS if name in hardneg.DEFAULTS]  # loss, weights, objective, …
 
 
 # ---- One run, from images to a table -----------------------------------------------------------
@@ -225,8 +231,7 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
 
 def build(options: Options, images: Images, group=None) -> tuple:
     """Make the encoder and its training as the options say."""
-    settings = {name: getattr(options, name) for name in CRITERION}
-    criterion = hardneg.ContrastiveLoss(**settings)
+    criterion = build_criterion(options)
     size, device = images.train.shape[-1], images.train.device
     encoder = runs.untrained(options.encoder, size, device, options.seed)
     if options.sync_batchnorm:
@@ -255,6 +260,12 @@ def build(options: Options, images: Images, group=None) -> tuple:
     return encoder, training
 
 
+def build_criterion(options: Options) -> hardneg.ContrastiveLoss:
+    """Make the loss as the options say."""
+    settings = {name: getattr(options, name) for name in CRITERION}
+    return hardneg.ContrastiveLoss(**settings)
+
+
 def make_method(options: Options, criterion, encoder, images: Images) -> hardneg.SimCLR:
     """Make the method of training that the options name."""
     train, size = images.train, images.train.shape[-1]
@@ -269,16 +280,18 @@ def make_method(options: Options, criterion, encoder, images: Images) -> hardneg
     if options.method == "queue":
         wanted = f"below the number of training images, {len(train)}"
         require(options.queue_size < len(train), "--queue-size", options.queue_size, wanted)
-        return hardneg.Queue(criterion, encoder, train, options.queue_size, options.momentum, views)
+        settings = options.queue_size, options.momentum, views
+        return baselines.Queue(criterion, encoder, train, *settings)
     if options.method == "clae":
-        return hardneg.CLAE(criterion, options.bound, views)
+        return baselines.CLAE(criterion, options.bound, views)
     if options.method == "diffhard":
         names = ("width", "latent", "pairs", "ascent", "momentum", "pretrain", "every", "ascent_lr")
         settings = {name: getattr(options, name) for name in names}
         game = hardneg.Game(size, lr=options.gan_lr, **settings)
         return hardneg.DiffHard(criterion, game, views)
-    partners = (train, images.train_labels) if options.true_positives else None
-    return hardneg.SimCLR(criterion, views, partners)
+    if options.true_positives:
+        return baselines.TruePositives(criterion, train, images.train_labels, views)
+    return hardneg.SimCLR(criterion, views)
 
 
 def learn(options: Options, training: hardneg.Training, state: dict, images: Images, bar) -> None:

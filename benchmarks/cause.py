@@ -110,6 +110,7 @@ def cells_table(name):
     lines = [["cell", *columns]]
     for cell in found:
         runs = row_of(found, cell)
+        # of version 1 of hardneg.py; version 2 has another statistic, `spread`
         cold = [run["history"][-1]["temperature_effective"] for run in runs]
         over = ""
         if cell != f"uniform nce {COLD}":

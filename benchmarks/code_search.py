@@ -167,7 +167,7 @@ class Run:
     def order(self) -> Tensor:
         """Shuffle the samples, with near ones side by side if the row says so."""
         if self.near is not None and self.settings["grouped"]:
-            return hardneg.group_batches(self.near, self.settings["grouped"], self.generator)
+            return group_batches(self.near, self.settings["grouped"], self.generator)
         return torch.randperm(len(self.part), generator=self.generator)
 
     def is_due(self, epoch: int) -> bool:
@@ -233,6 +233,26 @@ class Run:
         options["temperature"] = self.settings["temperature"]
         options["relative_margin"] = self.settings["loss_margin"]
         return options
+
+
+def group_batches(index: Tensor, size: int, generator: torch.Generator | None = None) -> Tensor:
+    """Order samples so that near ones come in one batch, where they are hard negatives.
+
+    index (n, k): neighbours of each sample, other samples as `mine` finds them → order (n,), to be
+    cut into batches. It is one group after another, in random order: a random sample, and the
+    nearest of its neighbours that are in no group yet, up to size. The CPU does this"""
+    if size < 1:
+        raise hardneg.InvalidArgument(f"size is {size}; it must be at least 1")
+    neighbours = index.tolist()
+    free, groups = set(range(len(neighbours))), []
+    for i in torch.randperm(len(neighbours), generator=generator).tolist():
+        if i in free:
+            near = dict.fromkeys([i, *neighbours[i]])  # each once
+            group = [j for j in near if j in free][:size]
+            free.difference_update(group)
+            groups.append(torch.tensor(group))
+    order = torch.randperm(len(groups), generator=generator).tolist()
+    return torch.cat([groups[k] for k in order])
 
 
 # ---- Measures ----------------------------------------------------------------------------------

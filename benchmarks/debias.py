@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
-from training import report
+from training import readouts, report
 
 CLASSES, DIMENSIONS, CANDIDATES = 10, 32, 510
 SETTINGS = [(0.25, 0.5, 1.0), (0.64, 0.5, 1.0), (0.64, 0.5, 2.0), (0.64, 0.2, 1.0)]
@@ -73,14 +73,15 @@ def simulate(cosine, t, beta, anchors=2000, seed=0):
     neg = torch.einsum("ad,and->an", z, samples(centres, drawn, cosine, generator)) / t
     positives = samples(centres, labels[:, None].expand(-1, 16), cosine, generator)
     pos = torch.einsum("ad,amd->am", z, positives) / t
-    options = hardneg.Options(weights="tilted", beta=beta)
-    log_w = hardneg.weigh(neg, options, t)
-    log_w_pos = hardneg.weigh_alike(pos, neg, log_w, options)
+    log_n = torch.tensor(math.log(CANDIDATES))
     rows = []
     for _, m, tau_plus, debias in ESTIMATES:
-        given = {"tau_plus": tau_plus, "temperature": t, "debias": debias}
-        given |= {"log_w_pos": log_w_pos[:, :m]}
-        log_sum, clamped = hardneg._debiased(pos[:, :m], neg, log_w, **given)
+        given = {"weights": "tilted", "beta": beta, "tau_plus": tau_plus, "debias": debias}
+        options = hardneg.settle(given)
+        some = pos[:, :m]
+        log_w, log_w_pos = hardneg.weigh(some, neg, log_n, torch.zeros(()), t, options)
+        found = hardneg._log_negatives(some, neg, log_w, log_w_pos, log_n, t, options)
+        log_sum, clamped, _ = found
         off = log_sum - math.log(CANDIDATES) - truth
         rows.append((off.mean(), off.square().mean().sqrt(), 100 * clamped.double().mean()))
     return rows
@@ -114,8 +115,8 @@ def train(options, seed, steps=1000, batch=64, positives=4):
     with torch.no_grad():
         z = F.normalize(encoder(noisy(labels, centres, generator)), dim=1)
         other = F.normalize(encoder(noisy(labels, centres, generator)), dim=1)
-    accuracy = hardneg.linear_readout(z, labels, other, labels)
-    return accuracy, hardneg.uniformity(z).item(), hardneg.tolerance(z, labels).item()
+    accuracy = readouts.linear_readout(z, labels, other, labels)
+    return accuracy, hardneg.uniformity(z).item(), readouts.tolerance(z, labels).item()
 
 
 def simulated():

@@ -24,12 +24,12 @@ HERE = Path(__file__).resolve().parent
 TOPICS, DETAILS, DIM, BATCH, STEPS, SEEDS = 1000, 20, 32, 64, 500, range(5)
 ROWS = {  # name: options of the loss, explicit negatives of a query
     "simclr": ({}, 0),
-    "hcl": ({"loss": "hcl", "tau_plus": 0.0}, 0),
+    "hcl": ({"loss": "hcl", "beta": 1.0, "tau_plus": 0.0}, 0),
     "hard": ({"loss": "hard", "alpha": 0.1}, 0),
     "ot": ({"loss": "ot", "epsilon": 0.3}, 0),
     "simclr, 1 given": ({}, 1),
     "simclr, 4 given": ({}, 4),
-    "hcl, 4 given": ({"loss": "hcl", "tau_plus": 0.0}, 4),
+    "hcl, 4 given": ({"loss": "hcl", "beta": 1.0, "tau_plus": 0.0}, 4),
     "hard, 4 given": ({"loss": "hard", "alpha": 0.1}, 4),
     "ot, 4 given": ({"loss": "ot", "epsilon": 0.3}, 4),
 }

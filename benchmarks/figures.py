@@ -27,6 +27,7 @@ OF_COUPLING = "nce-no-weights", "nce-coupling"
 TEMPERATURES = 0.07, 0.1, 0.2, 0.3, 0.5, 1.0
 NEAREST = 10
 BATCH = 512  # images, as in [2]
+COUPLING = hardneg.settle({"loss": "ot", "temperature": 0.2, "epsilon": 0.3})
 
 
 def embeddings(folder, pixels):
@@ -73,7 +74,9 @@ def ranks(folder, pixels, labels):
     for name, z in z_of.items():
         cosines = (z @ z.T).fill_diagonal_(-torch.inf)
         order = cosines.argsort(1, descending=True)[:, :-1]  # (512, 511), without the anchor
-        log_w = hardneg.transported(cosines / 0.2, epsilon=0.3, temperature=0.2)
+        logits = (cosines / 0.2).fill_diagonal_(hardneg.MASKED)
+        potential = report.potential_of(logits, COUPLING)
+        log_w = hardneg.log_weights(logits, logits, potential, 0.2, COUPLING)
         weights = log_w.exp().gather(1, order).mean(0) * (BATCH - 1)
         weights = weights / weights.mean()
         alike = 100 * (of_some[order] == of_some[:, None]).float().mean(0)

@@ -17,6 +17,13 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 
+LOSSES = {
+    "simclr": {},
+    "hcl": {"beta": 1.0, "tau_plus": 0.1},
+    "hard": {"alpha": 0.1},
+    "triplet": {},
+}
+
 
 def dense(x, y, given, t):
     """Compute the loss with one matrix of logits, (B, 1 + K)."""
@@ -45,8 +52,8 @@ def main():
     )
     learned = torch.tensor(0.5, device=options.device, requires_grad=True)
     rows = {"dense": lambda t: dense(x, y, given, t)}
-    for loss in ("simclr", "hcl", "hard", "triplet"):
-        criterion = hardneg.ContrastiveLoss(loss)
+    for loss, own in LOSSES.items():
+        criterion = hardneg.ContrastiveLoss(loss, **own)
         rows[loss] = lambda t, c=criterion: c(x, y, negatives=given, temperature=t)
     times = {(name, kind): [] for name in rows for kind in ("fixed", "learned")}
     for _ in range(options.rounds + 1):

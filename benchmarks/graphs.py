@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
-from training import compare, report
+from training import compare, readouts, report
 
 HERE = Path(__file__).resolve().parent
 SETS = {  # name: figures of [2], Table V, for InfoGraph, HCL and the coupling at four ε
@@ -119,7 +119,7 @@ def accuracy(z, classes, seed, folds=10):
     for test in order.tensor_split(folds):
         rest = order[~torch.isin(order, test)]
         found.append(
-            hardneg.linear_readout(z[rest], classes[rest], z[test], classes[test], l2=1e-2)
+            readouts.linear_readout(z[rest], classes[rest], z[test], classes[test], l2=1e-2)
         )
     return statistics.mean(found)
 

@@ -85,7 +85,7 @@ def training_of(images, options):
     encoder = hardneg.Encoder(options.encoder, size=32).to(options.device)
     if options.compile:
         encoder.compile()
-    method = hardneg.SimCLR(hardneg.ContrastiveLoss("hcl"))
+    method = hardneg.SimCLR(hardneg.ContrastiveLoss("hcl", **hardneg.PAPERS["hcl"]))
     return hardneg.Training(encoder, images, method, epochs=10**6, batch_size=options.batch_size)
 
 

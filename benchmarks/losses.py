@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 
 HERE = Path(__file__).resolve().parent
-TEMPERATURE, TAU_PLUS, BETA, EPSILON = 0.5, 0.1, 1.0, 0.3
+TEMPERATURE, TAU_PLUS, BETA, EPSILON, ALPHA = 0.5, 0.1, 1.0, 0.3, 0.1
 
 
 # ---- Rows ----------------------------------------------------------------------------------------
@@ -60,6 +60,9 @@ def products(x, y):
 
 def row_of(module, loss):
     options = {"loss": loss, "temperature": TEMPERATURE, "beta": BETA, "epsilon": EPSILON}
+    options["alpha"] = ALPHA
+    if loss in ("hcl", "debiased"):
+        options["tau_plus"] = TAU_PLUS
     return lambda x, y: module.contrastive_loss(x, y, **options)
 
 

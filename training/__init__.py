@@ -1,4 +1,4 @@
-"""What train.py is made of: images, a run's folder, what is reported of it, comparisons."""
+"""What train.py is made of: images, methods, readouts, a run's folder and report, comparisons."""
 
 
 class UserError(Exception):

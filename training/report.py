@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import hardneg
-from training import command, require, runs
+from training import command, readouts, require, runs
 from training.images import Images, at_most, read, share
 
 COLUMNS = {
@@ -33,7 +33,7 @@ COLUMNS = {
     "tolerance": "tolerance",
 }
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
-FIGURES = "loss positive negative ess clamped share temperature_effective".split()
+FIGURES = "loss positive negative spread ess candidates clamped share".split()
 FIGURES += "pair d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 STEPS = 500  # of fine-tuning
@@ -53,11 +53,11 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     if "uniformity" in found:
         found["uniformity"] = hardneg.uniformity(z)
     if "tolerance" in found and images.classes:
-        found["tolerance"] = hardneg.tolerance(z, test_labels)
+        found["tolerance"] = readouts.tolerance(z, test_labels)
     if "linear" in found and images.classes:
-        found["linear"] = hardneg.linear_readout(train, train_labels, test, test_labels)
+        found["linear"] = readouts.linear_readout(train, train_labels, test, test_labels)
     if "knn" in found and images.classes:
-        found["knn"] = hardneg.knn_accuracy(train, train_labels, test, test_labels)
+        found["knn"] = readouts.knn_accuracy(train, train_labels, test, test_labels)
     for name, value in found.items():
         if value is not None:
             value = round(float(value), 4)
@@ -193,7 +193,10 @@ def finetune(encoder, images: Images, labelled: float, seed: int) -> float:
 def describe(options, training: hardneg.Training) -> None:
     """Print the loss with its options, its schedules, and its value at chance."""
     used = options.of_the_run()
-    words = [f"{name} {used[name]}" for name in hardneg.SETTINGS[1:] if name in used]
+    used.pop("loss")
+    if training.method.criterion.options["tau_plus"] is None:
+        used["tau_plus"] = "1/(N + 1)"
+    words = [f"{name} {used[name]}" for name in hardneg.DEFAULTS if name in used]
     ranks = f", on {training.ranks} processes" if training.ranks > 1 else ""
     print(f"loss {options.loss}: {', '.join(words)}{ranks}")
     end = 1 - 1 / (training.epochs * training.steps_per_epoch)  # the progress at the last step
@@ -413,6 +416,7 @@ def legend(axis: plt.Axes) -> None:
 
 
 PANEL_OF = {"loss": "losses", "d_loss": "losses", "g_loss": "losses", "knn": "kNN %"}
+PANEL_OF["candidates"] = "candidates"
 
 
 def draw_curves(history: list[dict]) -> Picture:
@@ -432,8 +436,9 @@ def draw_curves(history: list[dict]) -> Picture:
     losses = [value for _, value in curves["losses"]["loss"]]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
     caption = "Cosines of views of one image (positive) and of others (negative) part during "
-    caption += "training. ess: effective share of negatives; clamped: share of anchors at the "
-    caption += "floor of debiasing. temperature_effective: that of a simclr which pushes as hard."
+    caption += "training. spread: standard deviation of the cosines of an anchor's negatives; ess: "
+    caption += "effective share of negatives; candidates: how many negatives an anchor has; "
+    caption += "clamped: share of anchors at the floor of debiasing."
     return Picture("curves", title, caption, figure)
 
 
@@ -450,15 +455,15 @@ def draw_nearest(
     figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")  # where images are few, the last panels of a row stay empty
-    settings = {name: options[name] for name in hardneg.SETTINGS if name in options}
-    settings = hardneg.Options(**settings)
+    settings = {name: options[name] for name in hardneg.DEFAULTS if name in options}
+    settings = hardneg.settle(settings)
     for turn, (name, z) in enumerate(embeddings.items()):
-        logits = (z @ z.T / settings.temperature).fill_diagonal_(-math.inf)
-        log_w = hardneg.weigh(logits, settings, settings.temperature)
+        cosines = (z @ z.T).fill_diagonal_(-math.inf)
+        log_w = log_weights(z, settings)
         for row, anchor in enumerate(chosen):
             line = axes[2 * row + turn]
             _show(line[0], test[anchor], name)
-            nearest = logits[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
+            nearest = cosines[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
             for axis, k in zip(line[1:], nearest, strict=False):
                 is_false = bool(labels[k] == labels[anchor] >= 0)
                 weight = f"{log_w[anchor, k].exp():.2g}"
@@ -468,6 +473,27 @@ def draw_nearest(
     if labels.max() >= 0:
         caption += " Orange: of the image's class, so a false negative."
     return Picture("nearest", "The hardest negatives, before and after training", caption, figure)
+
+
+def log_weights(z: Tensor, options: hardneg.Options) -> Tensor:
+    """Weigh, for each of some unit rows (n, D), the others as candidates → log weights (n, n).
+    options: settled ones. Every row has the weights that the loss would give it."""
+    t = options["temperature"]
+    logits = (z @ z.T / t).fill_diagonal_(hardneg.MASKED)
+    log_n = torch.tensor(math.log(len(z) - 1))
+    potential = torch.zeros(())
+    if options["weights"] == "transported":
+        potential = potential_of(logits, options)
+    of_candidates, _ = hardneg.weigh(logits[:, :1], logits, log_n, potential, t, options)
+    return of_candidates
+
+
+def potential_of(logits: Tensor, options: hardneg.Options) -> Tensor:
+    """Couple the rows of a batch with each other → the potential (n,) of `hardneg.transported`."""
+    t, none = options["temperature"], torch.zeros(())
+    kernel = hardneg.log_weights(logits, logits, none, t, options)
+    _, potential, _ = hardneg.sinkhorn(lambda: [kernel], symmetric=True)
+    return potential
 
 
 def _show(axis, image, title, color="k"):

@@ -34,7 +34,7 @@ from torchvision.transforms import functional as transforms
 import hardneg
 import train
 from benchmarks import papers
-from training import UserError, command, compare, images, report, runs
+from training import UserError, command, compare, images, readouts, report, runs
 from training.images import Images
 
 HERE = Path(__file__).resolve().parent.parent
@@ -385,15 +385,15 @@ class TestReport:
         x, _ = hardneg.embed(encoder, few.train)
         y, z = hardneg.embed(encoder, few.test)
         sets = x, few.train_labels, y, few.test_labels
-        close(found["knn"], hardneg.knn_accuracy(*sets), 1e-4)
-        close(found["linear"], hardneg.linear_readout(*sets), 1e-4)
-        close(found["tolerance"], hardneg.tolerance(z, few.test_labels), 1e-4)
+        close(found["knn"], readouts.knn_accuracy(*sets), 1e-4)
+        close(found["linear"], readouts.linear_readout(*sets), 1e-4)
+        close(found["tolerance"], readouts.tolerance(z, few.test_labels), 1e-4)
         close(found["uniformity"], hardneg.uniformity(z), 1e-4)
 
     def test_of_very_many_images_an_even_share_is_read_out(self, few, monkeypatch):
         """Pixels are averaged to 32 × 32."""
         seen = []
-        monkeypatch.setattr(hardneg, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
+        monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
         monkeypatch.setattr(report, "READOUT", 100)
         large = few.train.repeat_interleave(4, 2).repeat_interleave(4, 3)
         test = few.test.repeat_interleave(4, 2).repeat_interleave(4, 3)
@@ -855,14 +855,14 @@ def values_named(text):
 
 # a command | defaults that it leaves open
 DEFAULTS = """
-| loss='hcl'; epochs=16; batch_size=256; lr=8e-3; temperature=0.3; tau_plus=0.1
---loss simclr | temperature=0.05; alpha=0.1; epsilon=0.3; margin=0.0; lead_in=True; tau_plus=0.0
---loss debiased | temperature=0.1; tau_plus=0.01
---loss ot | temperature=0.1; epsilon=0.1
+| loss='hcl'; epochs=16; batch_size=256; lr=8e-3; temperature=0.3; beta=1.0; tau_plus=0.1
+--loss simclr | temperature=0.05; alpha=0.3; epsilon=0.2; margin=0.0; lead_in=True; tau_plus=None
+--loss debiased | temperature=0.1; tau_plus=None
+--loss ot | temperature=0.1; epsilon=0.2
 --loss hard | temperature=0.07; alpha=0.3; lead_in=True
 --loss hard-simple | lead_in=False; alpha=0.1; epochs=28
---loss supcon | temperature=0.1; tau_plus=0.0; margin=0.0
---loss triplet | weights='top'; margin=0.5; epochs=16; batch_size=64
+--loss supcon | temperature=0.1; tau_plus=None; margin=0.0
+--loss triplet | weights='top'; alpha=0.1; margin=0.5; epochs=16; batch_size=64
 --loss triplet --recipe sgd | batch_size=128; epochs=200
 --loss hcl --temperature 2 | temperature=2.0
 --method bank --loss hard --lr 1 | lr=1.0; batch_size=64
@@ -1027,6 +1027,28 @@ class TestStudies:
         assert found["hcl"][0]["options"]["temperature"] == 0.2
         assert found["hcl"][0]["data"] == "cifar10"
 
+    def test_rows_say_what_their_runs_were_trained_with(self, monkeypatch, tmp_path):
+        """The loss's options of a record are those of its row, whatever the defaults become."""
+        monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
+        studies = importlib.import_module("studies")
+        monkeypatch.setattr(studies, "first_classes", lambda folder, n, out: folder)
+        folders = {name: tmp_path for name in ("shapes", "cifar10", "tiny")}
+        compared = 0
+        for path in (HERE / "benchmarks" / "results").glob("*.json"):
+            if path.stem not in studies.STUDIES:
+                continue
+            _, plan = studies.plan_of(path.stem, folders, tmp_path)
+            recorded = studies.read(path.stem)
+            for row in plan.keys() & recorded.keys():  # the program no longer has some rows
+                now = plan[row][0]
+                settled = train.build_criterion(now).options
+                for was in (run["options"] for run in recorded[row]):
+                    for name in filter(now.has_effect, train.CRITERION):
+                        if was.get(name) is not None:  # older records leave None open
+                            assert was[name] == settled[name], (path.stem, row, name)
+                            compared += 1
+        assert compared > 1000
+
     def test_gains_in_the_course_of_the_runs_are_paired_by_seed(self, monkeypatch):
         """Of several epochs that were measured, each has a line."""
         monkeypatch.syspath_prepend(str(HERE / "benchmarks"))
@@ -1070,10 +1092,10 @@ BUILT = """
 --loss ot --cost exp --kappa 2 | criterion.options.cost='exp'; criterion.options.kappa=2.0
 --loss triplet --margin .2 | criterion.options.objective='triplet'; criterion.options.margin=0.2
 --beta 2 --tau-plus .4 | criterion.options.beta=2; criterion.options.tau_plus=0.4
---true-positives | partners.0.shape=(240, 3, 16, 16)
+--true-positives | partners.shape=(240, 3, 16, 16)
 --method bank --momentum .3 | bank.momentum=0.3
 --method bank | bank.momentum=0.8
---method queue --momentum .7 --queue-size 30 | momentum=0.7; queue.rows.shape=(30, 128)
+--method queue --momentum .7 --queue-size 30 | momentum=0.7; rows.shape=(30, 128)
 --method clae --bound .2 | bound=0.2; view_options={}
 --method diffhard --no-pairs --no-ascent | game.pairs=False; game.ascent=False
 --method diffhard --momentum .8 --pretrain 7 --every 3 | game.momentum=0.8; pretrain=7; game.every=3
@@ -1213,7 +1235,7 @@ MISTAKES = """
 --sync-batchnorm --device cpu | --sync-batchnorm is on
 --compare hcl --evaluate runs/a | the command is of several kinds
 --size 4 | --size is 4
---method bank --momentum 1 | momentum is 1
+--method bank --momentum 2 | momentum is 2
 --method queue --queue-size 0 | --queue-size is 0
 --method clae --bound 1 | bound is 1
 --method diffhard --size 24 | size is 24
@@ -1375,6 +1397,8 @@ class TestReadme:
         is_study = not has_program
         if path.stem.startswith("cause"):
             return  # these have a page of their own
+        if is_study and set(results) != set(program.STUDIES[path.stem][3]):
+            return  # it is not at its end
         if hasattr(program, "Results"):
             results = program.Results(path, {})
         for table in program.table(path.stem if is_study else results).split("\n\n"):

@@ -1,0 +1,650 @@
+"""Tests of what the papers prove, and of what THEOREMS.md adds to it.
+
+`python -m pytest benchmarks` runs them. References in brackets are those of ../hardneg.py.
+"""
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from numpy.random import default_rng as rng
+from scipy.special import logsumexp, rel_entr, softmax
+from scipy.stats import norm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
+import reference_numpy as oracle
+from hardneg import contrastive_loss
+from test_hardneg import (
+    BATCHES,
+    MATRICES,
+    PLANS,
+    SAMPLES,
+    SEEDS,
+    TEMPERATURES,
+    close,
+    couple,
+    embeddings,
+    exact_coupling,
+    feasible,
+    infinite,
+    judge,
+    log_count,
+    log_negatives,
+    log_weights,
+    masked,
+    masked_logits,
+    normal,
+    numpy,
+    ours,
+    product_coupling,
+    similarities,
+    weights_alike,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|the generator has collapsed")
+INF = math.inf
+
+
+# ---- Helpers
+def worst_case(pos, neg, q):
+    """Compute L* = −log( e^p / (e^p + Q e^{max_j s_j}) ) from logits (A, 1), (A, N) → (A,).
+
+    It is the limit β → ∞ of nce on `tilted` weights of sum Q. Ref: [1] Prop. 1, App. A.1
+    """
+    return np.logaddexp(0, math.log(q) + neg.max(1) - pos[:, 0])
+
+
+def bad_probability(logits, beta, eps):
+    """Compute q_β{s < M − ε}, M = max_j s_j, q_β(j) = e^{β s_j} / Σ_k e^{β s_k}. Ref: [1] A.1"""
+    return softmax(beta * logits)[logits < logits.max() - eps].sum()
+
+
+def bad_probability_bound(logits, beta, eps):
+    """Compute e^{−β ε/2} / ρ_ε ≥ `bad_probability`, ρ_ε the share of s ≥ M − ε/2. Ref: [1] A.1"""
+    share = (logits >= logits.max() - eps / 2).mean()
+    return math.exp(-beta * eps / 2) / share
+
+
+def worst_case_bound(logits, beta, eps):
+    """Compute the three sides of E_{q_β}[M − s] ≤ ε + R P_{q_β}(s < M − ε) ≤ ε + R e^{−β ε/2}/ρ_ε.
+
+    R = M − min_j s_j. The paper has 2 for R, which is the range of cosines. Its logits, cos/t²,
+    have the range 2/t². Ref: [1] App. A.1
+    """
+    logits = logits[logits > -INF]
+    gaps = logits.max() - logits
+    gap = (softmax(-beta * gaps) * gaps).sum()
+    by_probability = eps + gaps.max() * bad_probability(logits, beta, eps)
+    by_bound = eps + gaps.max() * bad_probability_bound(logits, beta, eps)
+    return gap, by_probability, by_bound
+
+
+def l_infinity(x, positives, negatives):
+    """Compute L_∞ = E[ −log( e^{f·f⁺} / E_q e^{f·f⁻} ) ], rows on a sphere of radius 1/t.
+
+    x, positives (A, D), negatives (A, K, D). Ref: [1] Eq. 4 and 6
+    """
+    logits = np.einsum("ad,akd->ak", x, negatives)
+    log_means = logsumexp(logits, axis=1) - math.log(logits.shape[1])
+    return (log_means - (x * positives).sum(1)).mean()
+
+
+def l_unif_star(x, negatives):
+    """Compute sup_q E log E_q e^{f·f⁻} = E max f·f⁻ = 1/t² − E min ‖f − f⁻‖²/2. Ref: [1] Eq. 8"""
+    return np.einsum("ad,akd->ak", x, negatives).max(1).mean()
+
+
+def nearest_distance(x, negatives):
+    """Compute E_x min ‖f − f⁻‖². Eq. 8 prints x⁺ under min; it runs over x⁻. Ref: [1] Eq. 8"""
+    return ((x[:, None] - negatives) ** 2).sum(2).min(1).mean()
+
+
+def ball_packing(centres, shares):
+    """Compute Σ_c ρ(c) min_{c' ≠ c} ‖v_c − v_c'‖², centres v (C, D), shares ρ (C,).
+
+    The encoder that minimises the worst-case loss maximises it: so Theorem 2. Its interpretation
+    calls this Tammes' problem, but that one is about the smallest distance, not the mean.
+    Ref: [1] Theorem 2, Eq. 5
+    """
+    squares = ((centres[:, None] - centres) ** 2).sum(2) + np.diag([INF] * len(centres))
+    return shares @ squares.min(1)
+
+
+def some_coupling(seed, allowed):
+    """Draw a coupling with uniform marginals on allowed entries, for odd seeds an extreme point."""
+    cost = np.where(allowed, rng(seed).uniform(0, 3, allowed.shape), INF)
+    return exact_coupling(cost) if seed % 2 else oracle.sinkhorn(-cost)[0]
+
+
+def hardness(x, y, epsilon=None, **options):
+    """Compute E_P[cos(x, x⁻)] from hardneg's difference of means.
+
+    Negatives are uniform if epsilon is None.
+    """
+    x, y = torch.as_tensor(x), torch.as_tensor(y)
+    weights = {} if epsilon is None else {"weights": "transported", "epsilon": epsilon}
+    losses = contrastive_loss(x, y, loss="simple", reduction="none", **weights, **options)
+    aligned = (hardneg.unit(x) * hardneg.unit(y)).sum(1)
+    return float((losses + (aligned if "negatives" in options else aligned.repeat(2))).mean())
+
+
+def check_packing(counts, d, most, spread):
+    """Minimise L*_∞ over points on the sphere, counts[c] of class c, and return the class centres.
+
+    β grows first, as L*_∞ has kinks; then the steps on L*_∞ shrink.
+    The function asserts a packing of mean `most`.
+    """
+    labels = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    other = torch.cat([torch.arange(n).roll(1) + sum(counts[:c]) for c, n in enumerate(counts)])
+    z = torch.tensor(normal(0, len(labels), d), requires_grad=True)
+
+    def loss(weights, beta=1.0):
+        return contrastive_loss(
+            z,
+            z[other],
+            loss="simple",
+            labels=labels,
+            temperature=1,
+            block_size=0,
+            weights=weights,
+            beta=beta,
+        )
+
+    optimizer = torch.optim.Adam([z], lr=0.05)
+    for step in range(300):
+        optimizer.zero_grad()
+        loss("tilted", beta=2 * 100 ** (step / 300)).backward()
+        optimizer.step()
+    for step in range(200):
+        z.data = hardneg.unit(z.data)
+        (gradient,) = torch.autograd.grad(loss("hardest"), z)
+        z.data -= 0.03 * 1e-3 ** (step / 200) * len(labels) * gradient
+    classes = [oracle.unit(numpy(z)[labels == c]) for c in range(len(counts))]
+    assert max(np.ptp(rows, axis=0).max() for rows in classes) < spread
+    centres = oracle.unit(np.array([rows.mean(0) for rows in classes]))
+    assert (1 - 1e-3) * most <= ball_packing(centres, np.array(counts) / sum(counts)) <= most + 1e-9
+    close(loss("hardest"), -most / 2, 1e-3)
+    return centres
+
+
+class TestTheorems:
+    """What the papers prove holds here, and what none says of temperature, τ⁺ and Sinkhorn's rate.
+
+    A statement that does not hold as printed has a test that shows where it fails.
+    """
+
+    @pytest.mark.parametrize("beta", [0.5, 1.0, 3.0])
+    def test_hcl_is_a_plain_loss_at_another_temperature_to_second_order(self, beta):
+        """With its gradient: L(t/(1 + 2β)) / (1 + 2β), up to third order; held: t/(1 + β)."""
+
+        def slope(t, **options):
+            x = embeddings(0, 2, 8, 4).requires_grad_()
+            contrastive_loss(*x, objective="decoupled", temperature=t, **options).backward()
+            return t * x.grad
+
+        def distance(t):
+            tilted = slope(t, loss="hcl", beta=beta, tau_plus=0.0)
+            return (tilted - slope(t / (1 + 2 * beta))).norm().item()
+
+        far, near = distance(50.0), distance(100.0)
+        assert 3.8 < far / near < 4.2 and near < 1e-4
+
+    SUMS = [(0, 1.197, 1.197), (1, 1.708, 2.106), (2, 2.401, 3.265), (4, 4.139, 5.147)]
+
+    @pytest.mark.parametrize("beta, exact, published", SUMS)
+    def test_eq_2_departs_from_its_definition(self, beta, exact, published):
+        """Two classes: cosines N(0.6, 0.2²) with the own one, N(0, 0.3²) with the other."""
+        quantiles, tau_plus, t = (np.arange(2000) + 0.5) / 2000, 0.1, 0.5
+        own = np.clip(norm.ppf(quantiles, 0.6, 0.2), -1, 1) / t
+        other = np.clip(norm.ppf(quantiles, 0, 0.3), -1, 1) / t
+        candidates = np.concatenate([own, np.tile(other, 9)])  # p = 0.1 p⁺ + 0.9 p⁻
+        tilt = np.exp(beta * candidates) * (np.arange(20000) >= 2000)
+        defined = (tilt * np.exp(candidates)).sum() / tilt.sum()
+        close(defined, exact, 5e-4)
+        pos, neg = own[None], candidates[None]
+        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=beta)
+        of_others = log_negatives(*settings, log_w, tau_plus, t, log_w_pos, "exact")
+        close(of_others.exp() / 20000, [defined], 1e-11)
+        weights = oracle.tilted(neg, beta), tau_plus, t, oracle.tilted(pos, beta)
+        eq_2 = oracle.published(pos, neg, *weights)
+        close(np.exp(eq_2[0]) / 20000, published, 5e-4)
+        close(log_negatives(*settings, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
+
+    @pytest.mark.parametrize("classes", [2, 5])
+    @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
+    def test_tilted_approaches_the_worst_case(self, classes, seed, b, t, beta, eps):
+        """Prop. 1: 0 ≤ L* − L(q_β) ≤ E_q[M − s] ≤ ε + R P_q(s < M − ε) ≤ ε + R e^{−βε/2}/ρ_ε."""
+        (x, y), labels = normal(seed, 2, b, 3), np.arange(b) % classes
+        options = {"loss": "hcl", "tau_plus": 0, "temperature": t, "labels": labels}
+        views = torch.tensor(x), torch.tensor(y)
+        losses = partial(contrastive_loss, *views, reduction="none", **options)
+        pos, neg = (cosines / t for cosines in similarities(x, y, labels))
+        worst, counts = numpy(losses(weights="hardest")), (neg > -INF).sum(1)
+        gaps = worst - numpy(losses(beta=beta))
+        weights = numpy(log_weights("tilted", torch.tensor(neg), beta=beta).exp()) / counts[:, None]
+        for i in range(2 * b):
+            close(worst[i], worst_case(pos[i : i + 1], neg[i : i + 1], counts[i])[0], 1e-10)
+            drop, near, far = worst_case_bound(neg[i], beta, eps)
+            close(weights[i] @ np.where(neg[i] > -INF, neg[i].max() - neg[i], 0), drop, 1e-10)
+            ordered = np.array([0, gaps[i], drop, near, far])
+            assert (np.diff(ordered) >= -1e-10).all()
+            assert beta * drop <= math.log(counts[i]) + 1e-9  # E_q[M − s] ≤ log N / β
+
+    @given(**BATCHES, t=TEMPERATURES)
+    def test_worst_case_is_alignment_plus_separation(self, seed, v, b, d, t):
+        """Theorem 2: L*_∞ = L_align + L*_unif − 1/t²; to gather a class never raises it."""
+        z, labels = oracle.unit(normal(seed, v * b, d)), np.repeat(np.arange(b), v)
+        other = np.arange(v * b).reshape(b, v)[:, np.r_[1:v, 0]].ravel()  # of the same class
+
+        def loss(weights):
+            views = torch.tensor(z), torch.tensor(z[other])
+            options = {"loss": "simple", "labels": labels, "weights": weights}
+            return float(contrastive_loss(*views, **options)) / t**2
+
+        # on the paper's sphere of radius 1/t
+        outside = np.stack([z[labels != c] for c in labels]) / t
+        x, positives, worst = z / t, z[other] / t, loss("hardest")
+        align = ((x - positives) ** 2).sum(1).mean() / 2  # L_align, [1] App. A.2
+        close(worst, align + l_unif_star(x, outside) - 1 / t**2, 1e-10)
+        close(worst, align - nearest_distance(x, outside) / 2, 1e-10)
+        assert l_infinity(x, positives, outside) <= worst + 1e-10
+        assert loss("uniform") <= l_infinity(x, positives, outside) + 1e-10  # Jensen
+        for c in range(b):
+            before, inside = loss("hardest"), z[labels == c]
+            z[labels == c] = inside[np.argmin((inside @ z[labels != c].T).max(1))]
+            assert loss("hardest") <= before + 1e-10
+        close(loss("hardest"), -ball_packing(z[::v] / t, np.full(b, 1 / b)) / 2, 1e-10)
+
+    @given(
+        **SEEDS,
+        n=st.integers(2, 6),
+        d=st.integers(2, 4),
+        epsilon=st.sampled_from([0.02, 0.1, 0.5, 2.0]),
+    )
+    def test_worst_coupling_is_the_identity(self, seed, n, d, epsilon):
+        """Its loss is 1 − E x·x⁺ ≥ 0; that of the entropic coupling is at most ε log n lower."""
+        x, y = normal(seed, 2, n, d)
+        z, aligned = oracle.unit(x), (oracle.unit(x) * oracle.unit(y)).sum(1)
+        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T)))
+        plan = exact_coupling(cost)
+        close((plan * cost).sum(), 0, 1e-9)
+
+        def loss(coupling):
+            with np.errstate(divide="ignore"):
+                log_w = torch.tensor(np.log(n * n * coupling))
+            return float(
+                hardneg.simple(torch.tensor(aligned)[:, None], torch.tensor(z @ z.T), log_w).mean()
+            )
+
+        worst = loss(plan)
+        close(worst, 1 - aligned.mean(), 1e-9)
+        assert worst >= 0 and loss(some_coupling(seed, np.ones((n, n), bool))) <= worst + 1e-9
+        value = hardness(x, y, epsilon, negatives=torch.tensor(x)) - aligned.mean()
+        assert worst - epsilon * math.log(n) - 1e-4 <= value <= worst + 1e-9
+        constant = np.ones((n, d))
+        close(hardness(constant, constant, epsilon, negatives=torch.tensor(constant)), 1, 1e-12)
+
+    @given(
+        **SEEDS,
+        n=st.integers(2, 6),
+        q=st.floats(0.5, 20),
+        t=st.floats(0.2, 2),
+        margin=st.floats(0, 1),
+    )
+    def test_constant_encoder_is_optimal(self, seed, n, q, t, margin):
+        """For convex non-decreasing ψ the worst coupling costs at least ψ(0).
+
+        A constant encoder has this cost.
+        """
+
+        def worst(z, y, objective):  # one negative at a time
+            pos = (z * y).sum(1).repeat_interleave(n)[:, None]
+            cost = objective(pos, (z @ z.T).reshape(-1, 1), torch.zeros(n * n, 1, dtype=z.dtype))
+            cost = numpy(cost.reshape(n, n))
+            return (exact_coupling(-cost) * cost).sum()
+
+        def nce(pos, neg, log_w):
+            return hardneg.nce(pos / t, hardneg.log_sum(neg / t, log_w + math.log(q)))
+
+        z, y = hardneg.unit(torch.tensor(normal(seed, 2, n, 3)))
+        constant = z[:1].expand(n, 3)
+        for objective, least in (
+            (nce, math.log(1 + q)),
+            (partial(hardneg.triplet, margin=margin), margin),
+        ):
+            assert worst(z, y, objective) >= least - 1e-9
+            close(worst(constant, constant, objective), least, 1e-9)
+
+    @given(
+        **SEEDS, n=st.integers(2, 6), t=st.floats(0.2, 2), epsilon=st.sampled_from([0.02, 0.1, 0.5])
+    )
+    def test_constant_encoder_is_not_optimal_with_own_rows_masked(self, seed, n, t, epsilon):
+        """Unmasked, the loss of [2] is at least log(1 + N n^{−ε/t}), by Jensen.
+
+        Masked, a simplex wins.
+        """
+        x, y = torch.tensor(normal(seed, 2, n, 3))
+        options = {"loss": "ot", "temperature": t, "epsilon": epsilon}
+        value = contrastive_loss(x, y, negatives=x, **options)
+        assert value >= math.log(1 + n * n ** (-epsilon / t)) - 1e-4
+        constant, simplex = x[:1].expand(n, 3), torch.eye(n, dtype=x.dtype) - 1 / n
+        close(
+            contrastive_loss(constant, constant, negatives=constant, **options),
+            math.log(1 + n),
+            1e-12,
+        )
+        masked = float(contrastive_loss(simplex, simplex, **options))
+        close(masked, math.log(1 + (2 * n - 2) * math.exp(-n / (n - 1) / t)), 1e-9)
+        assert masked < contrastive_loss(constant, constant, **options)
+
+    @given(**SAMPLES, epsilon=st.floats(0.1, 2))
+    def test_no_anchor_is_coupled_with_its_own_sample(self, seed, b, epsilon):
+        """E s is within ε log 2B of the best coupling that avoids own samples."""
+        x, y = normal(seed, 2, b, 3)
+        neg = similarities(x, y)[1]
+        log_w = numpy(log_weights("transported", neg, epsilon=epsilon))
+        assert ((log_w == -INF) == (neg == -INF)).all()
+        cost = np.where(neg > -INF, 1 - neg, INF)
+        plan = exact_coupling(cost)
+        most = 1 - (plan[plan > 0] * cost[plan > 0]).sum()
+        assert most - epsilon * math.log(2 * b) - 1e-6 <= hardness(x, y, epsilon) <= most + 1e-6
+
+    @given(**SAMPLES, k=st.integers(1, 6), epsilon=st.floats(0.2, 5))
+    def test_coupling_is_harder_than_the_product(self, seed, b, k, epsilon):
+        """With a bank the product draws independently.
+
+        With masks the product is the coupling of largest entropy.
+        """
+        (x, y), bank = normal(seed, 2, b, 3), torch.tensor(normal(seed + 1, k, 3))
+        assert hardness(x, y, epsilon, negatives=bank) >= hardness(x, y, negatives=bank) - 1e-9
+        neg = similarities(x, y)[1]
+        even = product_coupling(neg > -INF)
+        close((even * np.where(neg > -INF, neg, 0)).sum(), hardness(x, y), 1e-9)
+        assert hardness(x, y, epsilon) >= hardness(x, y) - 1e-9
+
+    @given(**SEEDS, n=st.integers(2, 6), epsilon=st.floats(0.2, 5))
+    def test_masked_coupling_may_be_easier_than_the_unmasked_product(self, seed, n, epsilon):
+        """Two cases contradict the property as printed.
+
+        They are two points, with E s = s₁₂, and a simplex, with E s = −1/(n − 1).
+        """
+        for x in (normal(seed, 2, 3), np.eye(n) - 1 / n):
+            cosines = oracle.unit(x) @ oracle.unit(x).T
+            close(hardness(x, x, epsilon), cosines[0, 1], 1e-9)
+            assert (
+                hardness(x, x, epsilon) < (product_coupling(np.ones(cosines.shape)) * cosines).sum()
+            )
+
+    @given(**SEEDS, b=st.integers(3, 5), k=st.integers(2, 6))
+    def test_hardness_decreases_with_epsilon(self, seed, b, k):
+        """It decreases to that of uniform negatives, in a batch and with a bank."""
+        (x, y), bank = normal(seed, 2, b, 3), torch.tensor(normal(seed + 1, k, 3))
+        for options in ({}, {"negatives": bank}):
+            values = np.array(
+                [hardness(x, y, epsilon, **options) for epsilon in (0.2, 0.4, 1, 3, 10, 1e5)]
+            )
+            assert (np.diff(values) < 1e-10).all() and values[0] > values[-1]
+            close(values[-1], hardness(x, y, **options), 1e-4)
+
+    @pytest.mark.parametrize("middling, far, beta", [(10, 10, 6.0), (0, 100, 2.0)])
+    def test_bound_on_far_candidates_needs_both_factors(self, middling, far, beta):
+        """P_q(s < M − ε) ≤ e^{−βε/2}/ρ_ε at ε = 1.
+
+        The rows break the bound without its 1/2 or without its ρ_ε.
+        """
+        logits = np.array([0.0] + [-0.5] * middling + [-1.01] * far)
+        q = numpy(log_weights("tilted", torch.tensor(logits)[None], beta=beta).exp())[0] / len(
+            logits
+        )
+        close(q[logits < -1].sum(), bad_probability(logits, beta, 1), 1e-12)
+        assert q[logits < -1].sum() <= bad_probability_bound(logits, beta, 1)
+
+    @given(**SAMPLES, t=st.floats(0.1, 2))
+    def test_loss_increases_with_beta(self, seed, b, t):
+        """L(q_β) increases from uniform weights to within log N / β of the worst case."""
+        x, y = normal(seed, 2, b, 3)
+        losses = partial(
+            contrastive_loss, *map(torch.tensor, (x, y)), temperature=t, reduction="none"
+        )
+        values = [
+            numpy(losses(loss="hcl", tau_plus=0, beta=beta))
+            for beta in (0, 0.3, 1, 3, 10, 100, 1e4)
+        ]
+        assert (np.diff(values, axis=0) >= -1e-10).all()
+        close(values[0], losses(), 1e-10)
+        worst = worst_case(*(cosines / t for cosines in similarities(x, y)), 2 * b - 2)
+        assert (worst - values[-1] <= math.log(2 * b - 2) / 1e4 + 1e-10).all()
+
+    @pytest.mark.parametrize(
+        "counts, d, most",
+        [
+            ([2] * 2, 3, 4),  # antipodes
+            ([2] * 3, 2, 3),  # C ≤ d + 1, a simplex: 2C/(C − 1)
+            ([3] * 4, 3, 8 / 3),
+            ([2] * 5, 4, 5 / 2),
+            ([2] * 5, 3, 81 / 40),  # a square pyramid of height 9/8, where Tammes has 2
+            ([2] * 6, 3, 2),  # octahedron
+            ([2] * 8, 3, (16 - 4 * math.sqrt(2)) / 7),  # square antiprism
+            ([2] * 12, 3, 2 - 2 / math.sqrt(5)),  # icosahedron
+        ],
+    )
+    def test_minimum_is_a_ball_packing(self, counts, d, most):
+        """Gradient descent collapses each class.
+
+        It maximises the mean distance of a class to the nearest other one.
+        """
+        check_packing(counts, d, most, spread=1e-3)
+
+    @pytest.mark.parametrize("counts", [(2, 1, 1), (14, 3, 3), (6, 1, 1), (9, 1, 1)])
+    @pytest.mark.parametrize("d", [2, 3])
+    def test_heavy_class_pushes_the_others_together(self, counts, d):
+        """Of three classes one has share ρ.
+
+        The angle φ of the others to its antipode has cos φ = ρ / (4 − 4ρ).
+        """
+        heavy = counts[0] / sum(counts)
+        cosine = min(1, max(1 / 2, heavy / (4 - 4 * heavy)))
+        most = heavy * (2 + 2 * cosine) + (1 - heavy) * min(2 + 2 * cosine, 4 - 4 * cosine**2)
+        centres = check_packing(counts, d, most, spread=3e-3)
+        close(-centres[1:] @ centres[0], np.full(2, cosine), 0.02)  # the mean is flat there
+
+    @pytest.mark.parametrize("sides", [6, 7, 12])
+    def test_in_a_plane_a_pile_beats_the_polygon(self, sides):
+        """With all classes but three at one corner of a square the mean is 6/C.
+
+        A polygon has 4 sin²(π/C).
+        """
+        angles = torch.arange(sides, dtype=torch.float64) / sides * math.tau
+        polygon = torch.stack([angles.cos(), angles.sin()], 1)
+        square = torch.tensor([[1.0, 0], [0, 1], [-1, 0], [0, -1]], dtype=torch.float64)
+        pile = square[torch.arange(sides).clamp_max(3)]
+        polygon_mean = 4 * math.sin(math.pi / sides) ** 2
+        pile_mean = 6 / sides
+        losses = []
+        for z, mean in ((polygon, polygon_mean), (pile, pile_mean)):
+            loss = float(contrastive_loss(z, z, loss="simple", weights="hardest"))
+            close(loss, -mean / 2, 1e-12)
+            close(ball_packing(z.numpy(), np.full(sides, 1 / sides)), mean, 1e-12)
+            losses.append(loss)
+        assert losses[1] <= losses[0] + 1e-12
+
+    @given(**PLANS)
+    def test_coupling_minimises_the_regularised_cost(self, seed, a, n, epsilon, share):
+        """[2] Lemma 3: E c + ε KL(P ‖ p p) of another P exceeds that of P* by ε KL(P ‖ P*)."""
+        cosines = masked_logits(seed, a, n, share) / 2
+        allowed = cosines > -INF
+        assume(allowed.any(0).all() and feasible(allowed))
+        cost = oracle.ground_cost(cosines)
+        kernel = -hardneg.ground_cost(torch.tensor(cosines)) / epsilon
+        f, g, _ = map(numpy, couple(kernel))
+        u, v = epsilon * (f + math.log(a)), epsilon * (g + math.log(n))
+        product = np.full((a, n), 1 / (a * n))
+        plan = product * np.exp((u[:, None] + v - cost) / epsilon)
+
+        def objective(p):
+            return (p * np.where(allowed, cost, 0)).sum() + epsilon * rel_entr(p, product).sum()
+
+        other = some_coupling(seed, allowed)
+        for mixed in (other, 0.9 * plan + 0.1 * other, product_coupling(allowed)):
+            excess = objective(mixed) - objective(plan)
+            assert excess >= -1e-10
+            close(excess, epsilon * rel_entr(mixed, plan).sum(), 1e-9)
+        close(objective(plan), u.mean() + v.mean(), 1e-9)  # the dual value: the duality gap is 0
+        log_w = log_weights("transported", torch.tensor(cosines), epsilon=epsilon)
+        weights = numpy(log_w.exp())
+        close(weights / allowed.sum(1)[:, None] / a, plan, 1e-10)
+
+    @given(**MATRICES, t=st.floats(0.1, 0.5), epsilon=st.floats(0.05, 5))
+    def test_without_marginals_the_minimiser_is_tilted(self, seed, a, n, t, epsilon):
+        """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
+        logits = torch.tensor(masked_logits(seed, a, n))
+        free = hardneg.transported(masked(logits), torch.zeros(n), t, epsilon)
+        log_w = infinite(torch.log_softmax(free, -1) + log_count(masked(logits))[:, None])
+        close(log_w, log_weights("tilted", logits, beta=t / epsilon), 1e-12)
+        for row, weights in zip(numpy(logits), numpy(log_w.exp()), strict=True):
+            allowed = row > -INF
+            count = allowed.sum()
+            cost = oracle.ground_cost(t * row[allowed])
+            best, even = weights[allowed] / count, np.full(count, 1 / count)
+            q = rng(seed).dirichlet(even)
+            relative_entropy = (rel_entr(q, even) - rel_entr(best, even)).sum()
+            excess = (q - best) @ cost + epsilon * relative_entropy
+            close(excess, epsilon * rel_entr(q, best).sum(), 1e-9)
+
+    @pytest.mark.parametrize("weights", ["uniform", "tilted", "transported", "hardest"])
+    @given(**SAMPLES, t=st.floats(0.3, 2), beta=st.floats(0, 3), epsilon=st.floats(0.3, 3))
+    def test_debiasing_by_one_candidate_is_decoupling(self, weights, seed, b, t, beta, epsilon):
+        """nce at τ⁺ = 1/(N + 1) = decoupled at τ⁺ = 0, + log(1 + 1/N), where no floor binds."""
+        x, n = normal(seed, 2 * b, 3), 2 * b - 2
+        options = {"temperature": t, "weights": weights, "beta": beta, "epsilon": epsilon}
+        x = np.concatenate([x[:b], x[:b] + 0.1 * x[b:]])  # a far positive would bind the floor
+        x[b:] *= -1  # here the positive is the farthest: e^p is small
+        value, slope = ours(x, 2, tau_plus=1 / (n + 1), **options)
+        wanted, wanted_slope = ours(x, 2, objective="decoupled", tau_plus=0.0, **options)
+        close(value, wanted + math.log(1 + 1 / n), 1e-12)
+        close(slope, wanted_slope, 1e-12)
+
+    @given(**SEEDS, tau_plus=st.floats(0, 0.5), t=st.floats(0.3, 2), n=st.integers(1, 60))
+    def test_the_pull_on_a_positive_is_between_1_and_kappa(self, seed, tau_plus, t, n):
+        """∂ nce / ∂(−p) = (e^G + κ e^p) / (e^p + e^G), with κ = N τ⁺ / (1 − τ⁺)."""
+        neg = torch.tensor(rng(seed).uniform(-1, 1, (1, n))) / t
+        pos = (neg.min(1, keepdim=True).values - 0.1).requires_grad_()  # no floor binds
+        log_w = torch.zeros_like(neg)
+        debiasing = {"tau_plus": tau_plus, "t": t}
+        (slope,) = torch.autograd.grad(judge("nce", pos, neg, log_w, **debiasing).sum(), pos)
+        rest = log_negatives(pos, neg, log_w, **debiasing)[0].exp()
+        kappa = n * tau_plus / (1 - tau_plus)
+        close(-slope, (rest + kappa * pos.exp()) / (pos.exp() + rest), 1e-12)
+        assert min(1, kappa) - 1e-12 <= -slope <= max(1, kappa) + 1e-12
+
+    @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0.1, 5))
+    def test_hcl_is_a_difference_of_two_decoupled_losses(self, seed, b, t, beta):
+        """L_hcl(t, β) = L(t/(1 + β)) − L(t/β) + log N; detached, its slope is L's / (1 + β)."""
+        x = normal(seed, 2 * b, 3)
+        plain = {"objective": "decoupled", "tau_plus": 0.0}
+        tilted = plain | {"temperature": t, "weights": "tilted", "beta": beta}
+        value, slope = ours(x, 2, **tilted)
+        hot, hot_slope = ours(x, 2, temperature=t / beta, **plain)
+        cold, cold_slope = ours(x, 2, temperature=t / (1 + beta), **plain)
+        close(value, cold - hot + math.log(2 * b - 2), 1e-12)
+        close(slope, cold_slope - hot_slope, 1e-12)
+        close(ours(x, 2, detach_weights=True, **tilted)[1], cold_slope / (1 + beta), 1e-12)
+
+    @given(**MATRICES, t=st.floats(0.1, 2), beta=st.floats(0, 5), epsilon=st.floats(0.1, 3))
+    def test_weights_are_another_temperature(self, seed, a, n, t, beta, epsilon):
+        """The push on negatives has simclr's shares at t/(1 + β); for ot, at tε/(t + ε)."""
+        cosines = masked_logits(seed, a, n) / 2
+        neg, pos = torch.tensor(cosines / t), torch.zeros(a, 1, dtype=torch.float64)
+        by_ot = hardneg.transported(masked(neg), torch.zeros(n), t, epsilon)
+        for log_w, t_effective in (
+            (log_weights("tilted", neg, beta=beta), t / (1 + beta)),
+            (by_ot, t * epsilon / (t + epsilon)),
+        ):
+            s = neg.clone().requires_grad_()
+            (push,) = torch.autograd.grad(judge("nce", pos, s, log_w).sum(), s)
+            shares = push / push.sum(1, keepdim=True)
+            close(shares, torch.softmax(torch.tensor(cosines / t_effective), 1), 1e-12)
+
+    @given(**MATRICES, kappa=st.floats(-2, 4), epsilon=st.floats(0.3, 3))
+    def test_kappa_is_epsilon_in_another_unit(self, seed, a, n, kappa, epsilon):
+        coupled = masked(masked_logits(seed, a, n) / 2), torch.zeros(n, dtype=torch.float64), 1.0
+        one = hardneg.transported(*coupled, epsilon, "exp", kappa)
+        other = hardneg.transported(*coupled, epsilon * math.exp(kappa), "exp")
+        close(one, other, 1e-12)
+
+    @pytest.mark.parametrize("beta, published", [(0, 1.492), (1, 2.558), (2, 4.258), (16, 6.050)])
+    def test_eq_2_goes_to_the_own_class(self, beta, published):
+        """[1] Prop. 1 is of q_β⁻: on two atoms its sum stays e^{0.4}; that of Eq. 2 does not."""
+        own, other, tau_plus, t = 0.9 / 0.5, 0.2 / 0.5, 0.1, 0.5
+        candidates = [own] + [other] * 9  # p = 0.1 p⁺ + 0.9 p⁻
+        pos, neg = torch.tensor([[own]]).double(), torch.tensor([candidates]).double()
+        log_w = log_weights("tilted", neg, beta=beta)
+        eq_2 = log_negatives(pos, neg, log_w, tau_plus, t).exp() / len(candidates)
+        close(eq_2[0], published, 1e-3)
+        log_w_pos = log_w[:, :1]
+        exact = log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos, "exact").exp()
+        close(exact[0] / len(candidates), math.exp(other), 1e-5)  # at β = 16 ten digits cancel
+
+    @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
+    def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
+        """dH(r)/dt = Var_r(s) / t³, with r the softmax of s/t. Ref: [4] Eq. 5"""
+        s = torch.tensor(rng(seed).uniform(-1, 1, n))
+        temperature = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+        r = torch.softmax(s / temperature, 0)
+        entropy = -(r * r.log()).sum()
+        (slope,) = torch.autograd.grad(entropy, temperature)
+        variance = (r * s * s).sum() - (r * s).sum() ** 2
+        close(slope, variance / t**3, 1e-12)
+
+    @pytest.mark.parametrize("epsilon", [0.1, 0.3])
+    def test_sinkhorn_converges_at_the_second_singular_value(self, epsilon):
+        """From step to step the error falls by σ₂², of √(A N) P*, once it falls evenly."""
+        x, y = oracle.unit(normal(0, 30, 3)), oracle.unit(normal(1, 40, 3))
+        kernel = torch.tensor((x @ y.T - 1) / epsilon)
+        f, g, _ = couple(kernel, tolerance=1e-14)
+        plan = numpy((f[:, None] + kernel + g).exp())
+        rate = np.linalg.svd(math.sqrt(plan.size) * plan, compute_uv=False)[1] ** 2
+        steps = round(math.log(1e-8) / math.log(rate))
+        with pytest.warns(UserWarning, match="Sinkhorn stopped"):
+            errors = [couple(kernel, False, 1e-16, k)[2] for k in (steps, steps + 1)]
+        close(errors[1] / errors[0], rate, 0.01 * rate)
+
+    @given(**SEEDS, classes=st.integers(2, 5), size=st.integers(2, 8), spread=st.floats(0, 2))
+    def test_aligned_classes_are_told_apart_by_the_nearest_mean(self, seed, classes, size, spread):
+        """The talk to [1]: P(another class mean is nearer) ≤ 4 L_align/Δ², Δ their least distance.
+
+        L_align = E ‖f − f⁺‖²/2 over independent pairs of a class, by Markov's inequality.
+        """
+        centres = normal(seed, classes, 1, 3)
+        f = oracle.unit(centres + spread * normal(seed + 1, classes, size, 3))
+        means = f.mean(1)
+        pairs = [np.repeat(f, size, 1), np.tile(f, (1, size, 1))]  # all of a class
+        align = float(hardneg.alignment(*(torch.tensor(x).flatten(0, 1) for x in pairs))) / 2
+        close(align, 1 - (means**2).sum(1).mean(), 1e-12)
+        distances = ((f[:, :, None] - means) ** 2).sum(-1)  # (classes, size, classes)
+        error = (distances.argmin(-1) != np.arange(classes)[:, None]).mean()
+        apart = ((means[:, None] - means) ** 2).sum(-1) + np.diag([INF] * classes)
+        assert error <= 4 * align / apart.min() + 1e-12
+
+    @given(**SEEDS, size=st.integers(2, 8), spread=st.floats(0, 1))
+    def test_near_the_minimum_two_classes_are_told_apart(self, seed, size, spread):
+        """L_align + ‖E f‖² = 1 − Δ²/4 = ε for two equal classes, so the error is at most
+        1 − √(1 − ε) ≤ ε/(1 − ε). It says nothing where ε nears 1, as when classes pile up."""
+        centre = normal(seed, 1, 1, 3)
+        f = np.concatenate([centre, -centre]) + spread * normal(seed + 1, 2, size, 3)
+        f = oracle.unit(f)
+        means = f.mean(1)
+        align = 1 - (means**2).sum(1).mean()
+        epsilon = align + (f.mean((0, 1)) ** 2).sum()
+        close(epsilon, 1 - ((means[0] - means[1]) ** 2).sum() / 4, 1e-12)
+        distances = ((f[:, :, None] - means) ** 2).sum(-1)
+        error = (distances.argmin(-1) != np.arange(2)[:, None]).mean()
+        assert error <= 1 - math.sqrt(1 - epsilon) + 1e-12
+        assert error <= epsilon / (1 - epsilon) + 1e-12

@@ -1,0 +1,116 @@
+"""Methods of training to compare with: true positives, a queue of keys, adversarial views.
+
+Each is a method of `hardneg.Training`, as those of hardneg.py are. References in brackets are those
+of hardneg.py, and
+   [13] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples (CLAE). 2010.12050
+"""
+
+import copy
+
+import torch
+from torch import Tensor, distributed, nn
+
+import hardneg
+
+
+class TruePositives(hardneg.SimCLR):
+    """Contrast a view of each image with a view of another image of its class, a "true positive".
+    partners, labels: the training set, and the class of each image, −1 if unknown. Ref: [1] Fig. 2
+    """
+
+    def __init__(
+        self,
+        criterion: nn.Module,
+        partners: Tensor,
+        labels: Tensor,
+        view_options: dict | None = None,
+    ):
+        super().__init__(criterion, view_options)
+        self.partners, self.labels = partners, labels
+
+    def step(self, encoder, images, index, generator, **options):
+        others = self.others_of_class(index, generator)
+        z, other = self.embed_views(encoder, generator, images, others)
+        return self.contrast(z, other, **options)
+
+    def others_of_class(self, index: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw for each image another one of its class; itself if there is none, or no label.
+        Partners on another device than the index make the host wait."""
+        labels = self.labels.to(index.device)
+        same = (labels == labels[index, None]) & (labels >= 0)  # (B, n)
+        log_w = torch.where(same, 0.0, -torch.inf)
+        log_w.scatter_(1, index[:, None], -20.0)  # itself hardly ever, if there is another
+        other = hardneg.draw(log_w, 1, generator)[:, 0]
+        return self.partners[other.to(self.partners.device)].to(other.device)
+
+
+class Queue(hardneg.SimCLR):
+    """Contrast a view with a key, embedded by a slow copy of the encoder; keys are the candidates.
+    size: how many keys of earlier batches are candidates. Take fewer than there are images, as an
+    older key of the anchor's image is a false negative. momentum: of the copy, in [0, 1).
+    Ref: [8] Algorithm 1, but the copy is in eval mode, and this batch's keys are candidates, too:
+    without them, their age would tell negatives from positives."""
+
+    def __init__(
+        self,
+        criterion: nn.Module,
+        encoder: nn.Module,
+        images: Tensor,
+        size: int = 4096,
+        momentum: float = 0.99,
+        view_options: dict | None = None,
+    ):
+        super().__init__(criterion, view_options)
+        _check(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+        _check(size >= 1, "size", size, "a whole number of at least 1")
+        self.momentum = momentum
+        self.slow = copy.deepcopy(encoder).requires_grad_(False).eval()
+        self.leader = (encoder,)  # in a tuple: it is no part of this module
+        first = torch.arange(size, device=images.device) * len(images) // size  # evenly spread
+        self.register_buffer("rows", hardneg.embed(encoder, images[first])[1])
+
+    def step(self, encoder, images, index, generator, group=None, **options):
+        z = hardneg.unit(self.embed_views(encoder, generator, images)[0])
+        keys = hardneg.unit(self.embed_views(self.slow, generator, images)[0])  # no gradient
+        self.keys = hardneg.gather(keys, group)
+        place = torch.arange(len(keys), device=keys.device)
+        if group is not None:
+            place += distributed.get_rank(group) * len(keys)
+        candidates = torch.cat([self.keys, self.rows])
+        given = {"negatives": candidates, "positive_index": place, "normalize": False}
+        return self.contrast(z, keys, group=group, **given, **options)
+
+    def after_step(self):
+        newest_first = torch.cat([self.keys, self.rows])
+        self.rows.copy_(newest_first[: len(self.rows)])
+        hardneg.follow(self.slow, self.leader[0], self.momentum)
+
+
+class CLAE(hardneg.SimCLR):
+    """Contrast two views, and the first with a harder second one: the mean of both losses.
+    The second view moves against the encoder: x' = x + bound · sign ∂ℓ/∂x, within [0, 1].
+    bound: the largest change of a pixel, half of [13]'s ε.
+    Ref: after [13], which moves the first view against itself and keeps two BatchNorm statistics"""
+
+    def __init__(
+        self, criterion: nn.Module, bound: float = 0.015, view_options: dict | None = None
+    ):
+        super().__init__(criterion, view_options)
+        _check(0 < bound < 1, "bound", bound, "in (0, 1)")
+        self.bound = bound
+
+    def step(self, encoder, images, index, generator, return_stats=False, **options):
+        first = hardneg.view(images, generator, **self.view_options)
+        second = hardneg.view(images, generator, **self.view_options).requires_grad_()
+        z, other = encoder(torch.cat([first, second]))[1].chunk(2)
+        loss, figures = self.contrast(z, other, return_stats=return_stats, **options)
+        with torch.autocast(loss.device.type, enabled=False):
+            (slope,) = torch.autograd.grad(loss, second, retain_graph=True)
+        harder = (second + self.bound * slope.sign()).clamp(0, 1).detach()
+        harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
+        return (loss + harder_loss) / 2, figures
+
+
+def _check(valid, name, got, allowed):
+    if not valid:
+        raise hardneg.InvalidArgument(f"{name} is {got}; it must be {allowed}")

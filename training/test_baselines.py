@@ -1,0 +1,316 @@
+"""Tests of training/baselines.py: what hardneg's own methods do, these do, too."""
+
+import copy
+import itertools
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import hardneg
+from hardneg import contrastive_loss
+from test_hardneg import (
+    DEVICE,
+    IMAGES,
+    LABELS,
+    PRESETS,
+    Operations,
+    Plain,
+    all_close,
+    at_least,
+    central_difference,
+    close,
+    embeddings,
+    equal_states,
+    finite,
+    moved,
+    numpy,
+    random_images,
+    same,
+    seeded,
+    start,
+    tensors_of,
+    weights_of,
+    with_slope,
+)
+from training import baselines
+from training.images import shapes
+
+METHODS = ["queue", "clae"]
+
+
+# ---- Helpers
+def make(name, criterion, encoder, images, **options):
+    """Make a method by its name."""
+    if name == "queue":
+        return baselines.Queue(criterion, encoder, images, **{"size": 100} | options)
+    if name == "true":
+        return baselines.TruePositives(criterion, **{"partners": images} | options)
+    return baselines.CLAE(criterion, **options)
+
+
+def begin(images, name, loss="simclr", init=0, method_options=None, **options):
+    """Make a training that has not begun."""
+    torch.manual_seed(init)
+    encoder = hardneg.Encoder(dim=16, size=images.shape[-1])
+    criterion = hardneg.ContrastiveLoss(loss, temperature=0.5)
+    method = make(name, criterion, encoder, images, **method_options or {})
+    usual = {"epochs": 2, "batch_size": 80, "lr": 3e-3, "bfloat16": False}
+    return hardneg.Training(encoder, images, method, **usual | options)
+
+
+def start_queue(size):
+    """Make a queue of rows (size, 2)."""
+    encoder = hardneg.Encoder(dim=2, size=8)
+    return baselines.Queue(hardneg.ContrastiveLoss(), encoder, IMAGES[:6, :, :8, :8], size)
+
+
+@pytest.fixture
+def plain_views(monkeypatch):
+    """Let a view be the image itself."""
+    monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
+
+
+RANKS = """
+import os
+import sys
+import torch
+from training import test_baselines
+
+torch.distributed.init_process_group("gloo")
+found = test_baselines.runs_of(torch.distributed.group.WORLD)
+if torch.distributed.get_rank() == 0:
+    torch.save(found, sys.argv[1])
+torch.distributed.barrier()
+os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
+"""
+
+
+def runs_of(group):
+    """Train with both methods for several processes → the state and the figures."""
+    found, view, images = [], hardneg.view, shapes(25, seed=1, size=8)[0]
+    hardneg.view = lambda images, *_, **__: images / 255  # each rank draws its own views
+    for name in METHODS:
+        encoder = Plain()
+        criterion = hardneg.ContrastiveLoss("hcl", temperature=0.5, tau_plus=0.01)
+        method = make(name, criterion, encoder, images)
+        if group is not None:  # all begin as the first
+            encoder.layers[0].bias.data += torch.distributed.get_rank(group)
+        options = {"epochs": 2, "batch_size": 12, "lr": 0.1, "bfloat16": False, "group": group}
+        training = hardneg.Training(encoder, images[:24], method, "sgd", **options)
+        seen = [(p["loss"], torch.tensor(p["images"])) for p in training]
+        found += tensors_of((training.state_dict(), seen))
+    hardneg.view = view
+    return found
+
+
+class TestTruePositives:
+    """`TruePositives` contrasts with another image of the class."""
+
+    def test_partners_are_others_of_the_class(self, monkeypatch):
+        view = Mock(wraps=lambda images, *_, **__: images / 255)
+        monkeypatch.setattr(hardneg, "view", view)
+        labels = LABELS[:60].clone()
+        labels[:3] = torch.tensor([-1, -1, 9])  # no label, or alone in its class: itself
+        places = torch.arange(60).to(torch.uint8)[:, None, None, None].expand(-1, 3, 16, 16)
+        own = {"partners": places, "labels": labels}
+        list(begin(places, "true", method_options=own, batch_size=30, epochs=20))
+        seen = [call.args[0][:, 0, 0, 0].long() for call in view.call_args_list]
+        for first, second in zip(seen[::2], seen[1::2], strict=True):
+            assert torch.equal(labels[first], labels[second])
+            assert torch.equal(first == second, first < 3)
+        assert len(torch.cat(seen[1::2]).unique()) == 60
+
+    @pytest.mark.parametrize("place", ["cpu", "cuda"])
+    def test_partners_may_lie_on_the_cpu(self, place):
+        with FakeTensorMode():
+            partners = torch.zeros(9, 3, 8, 8, dtype=torch.uint8, device=place)
+            labels = torch.zeros(9, dtype=torch.long, device=place)
+            method = baselines.TruePositives(hardneg.ContrastiveLoss(), partners, labels)
+            others = method.others_of_class(torch.arange(4, device="cuda"), None)
+        assert others.device.type == "cuda" and others.shape == (4, 3, 8, 8)
+
+
+class TestQueue:
+    """`Queue` contrasts with keys of a slow encoder."""
+
+    def test_learns(self):
+        seen = list(begin(IMAGES, "queue", epochs=10))
+        assert seen[-3]["positive"] > seen[-3]["negative"] + 0.1
+
+    def test_holds_embeddings_of_the_slow_encoder(self, plain_views):
+        """In eval mode; they enter after the step, and then the slow encoder follows."""
+        training = begin(IMAGES, "queue", method_options={"momentum": 0.5}, epochs=1)
+        method, encoder = training.method, training.encoder
+        method.step = Mock(wraps=method.step)
+        rows, slow = method.rows.clone(), copy.deepcopy(encoder)
+        cosines = rows @ hardneg.embed(encoder, IMAGES)[1].T
+        assert cosines.amax(1).min() > 0.99999
+        assert len(cosines.argmax(1).unique()) == len(rows) == 100
+        for figures in training:
+            keys = hardneg.embed(slow, method.step.call_args.args[1])[1]
+            kept = torch.cat([keys, rows[:20]]) if figures["step"] == 1 else keys
+            assert (method.rows @ kept.T).amax(0).min() > 0.99999
+            hardneg.follow(slow, encoder, 0.5)
+            assert equal_states(slow.state_dict(), method.slow.state_dict())
+        assert not any(p.requires_grad for p in method.slow.parameters())
+        rows = begin(IMAGES[:30], "queue").method.rows  # more rows than images
+        assert len(rows) == 100 and len((rows @ rows.T > 0.99999).unique(dim=0)) == 30
+
+    @at_least(40)
+    @given(size=st.integers(1, 5), batches=st.lists(st.integers(1, 6), min_size=2, max_size=6))
+    def test_keeps_the_last_keys(self, size, batches):
+        """Batches may be larger than the queue; a state saved in between changes nothing."""
+        queue, angles = start_queue(size), torch.arange(sum(batches)) / 100
+        parts = torch.stack([angles.cos(), angles.sin()], 1).split(batches)
+        newest_first = torch.cat([*parts[::-1], queue.rows])
+        for keys in parts:
+            other = start_queue(size)
+            other.load_state_dict(queue.state_dict())
+            queue = other
+            queue.keys = keys
+            queue.after_step()
+        assert torch.equal(queue.rows, newest_first[:size])
+
+    def test_has_no_own_row_as_candidate(self, plain_views):
+        """The loss is that of rows for each anchor, from which its own one is left out."""
+        training = begin(IMAGES[:30], "queue", method_options={"size": 7})
+        method, encoder, own = training.method, training.encoder.eval(), torch.arange(8)
+        loss, _ = method.step(encoder, IMAGES[own], own, torch.Generator())
+        z = hardneg.embed(encoder, IMAGES[own])[1]
+        rows = torch.cat([z, method.rows])
+        others = torch.stack([rows[torch.arange(len(rows)) != i] for i in own])
+        wanted = contrastive_loss(z, rows[own], negatives=others, temperature=0.5)
+        close(loss, wanted, 1e-5)
+
+
+class TestCLAE:
+    """`CLAE` contrasts with a second view that is made harder."""
+
+    @pytest.mark.parametrize("bound", [1e-3, 0.1])
+    def test_moves_the_second_view_along_the_sign_of_the_slope(self, bound):
+        """Within [0, 1]: min(1, max(0, x_k + bound · sign ∂ℓ/∂x_k)). Ref: after [13]"""
+        torch.manual_seed(0)
+        layer, seen = nn.Linear(48, 3).double(), []
+        layer.weight.data[:, :16] = 0  # blind to one colour: no slope, no change
+
+        def encoder(x):
+            seen.append(x)
+            return x, torch.tanh(layer(x.flatten(1)))
+
+        def said(y):
+            z = encoder(torch.cat([first, torch.as_tensor(y)]))[1].chunk(2)
+            return contrastive_loss(*z, **options)
+
+        images, options = random_images(3, 4), {"return_stats": True, "temperature": 0.7}
+        method = baselines.CLAE(hardneg.ContrastiveLoss(), bound, {"jitter": 0.5})
+        loss, stats = method.step(encoder, images, None, seeded(4), **options)
+        (views, harder), generator = seen[:2], seeded(4)
+        first, second = (hardneg.view(images, generator, jitter=0.5) for _ in range(2))
+        assert torch.equal(views, torch.cat([first, second])) and not harder.requires_grad
+        with torch.no_grad():
+            slope = central_difference(lambda y: float(said(y)[0]), numpy(second))
+        assert np.abs(slope[:, 1:]).min() > 1e-8
+        assert ((harder - second)[:, 1:].abs() < bound - 1e-9).any()
+        close(harder, np.clip(numpy(second) + bound * np.sign(slope), 0, 1), 1e-12)
+        (clean, wanted), (hard, _) = said(second), said(harder)
+        close(stats["positive"], wanted["positive"], 1e-12)
+        mean = with_slope((clean + hard) / 2, layer.weight)
+        same(with_slope(loss, layer.weight), mean, 1e-10)
+        assert hard > clean
+
+
+class TestBoth:
+    """Both are methods of `hardneg.Training`."""
+
+    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_every_loss_takes_a_step(self, loss, name):
+        training = begin(IMAGES[:80], name, loss, batch_size=40)
+        before = weights_of(training.encoder)
+        losses = [figures.get("loss") for figures in itertools.islice(training, 4)]
+        assert finite(losses[-1], *training.encoder.parameters())
+        assert moved(training.encoder, before)
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_everything_is_on_the_device_of_the_images(self, name):
+        images = IMAGES[:40].to(DEVICE)
+        training = begin(images, name)
+        method, encoder = training.method.to(DEVICE), training.encoder.to(DEVICE)
+        arguments = encoder, images, torch.arange(40, device=DEVICE), torch.Generator(DEVICE)
+        for device in (DEVICE, "meta"):  # a tensor on meta would raise
+            with torch.device(device):
+                loss, figures = method.step(*arguments, return_stats=True)
+                loss.backward()
+                method.after_step()
+        assert {x.device.type for x in (loss, *figures.values())} == {DEVICE}
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_resumes_to_the_same_bits(self, name, tmp_path):
+        whole, seen = begin(IMAGES, name), []
+        for figures in whole:
+            seen.append(figures)
+            if len(seen) in (1, whole.steps_per_epoch, whole.steps_per_epoch + 2):
+                torch.save(whole.state_dict(), tmp_path / f"{len(seen)}.pt")
+        for path in tmp_path.iterdir():
+            second = begin(IMAGES, name, init=1)
+            second.load_state_dict(torch.load(path, weights_only=True))
+            assert list(second) == seen[int(path.stem) :]
+            assert equal_states(whole.state_dict(), second.state_dict())
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_bfloat16(self, name):
+        training = begin(IMAGES, name, epochs=1, bfloat16=True)
+        figures = tensors_of(list(training))
+        assert {x.dtype for x in (*figures, *training.encoder.parameters())} == {torch.float32}
+        assert len(figures) >= 7 and finite(*figures, *training.encoder.parameters())
+
+    @pytest.mark.parametrize("name", METHODS)
+    @pytest.mark.parametrize("size", [1, 3, 100])
+    def test_micro_batches_have_the_gradients_of_one_pass(self, name, size):
+        found, images, network = [], embeddings(0, 7, 3, 8, 8).sigmoid(), Plain()
+        for encoder in (network, hardneg.in_micro_batches(network, size)):
+            criterion = hardneg.ContrastiveLoss("ppcl", temperature=0.2)
+            method = make(name, criterion, network, images)
+            network.seen.clear()
+            loss, _ = method.step(encoder, images, torch.arange(7), seeded(3))
+            found.append([loss, *torch.autograd.grad(loss, [*network.parameters()])])
+        all_close(*reversed(found), 1e-10, floor=1e-6)
+        least = 7 if name == "queue" else 0  # the slow encoder needs no gradient
+        assert max(network.seen) <= max(size, least)
+
+    @pytest.mark.parametrize("name", METHODS)
+    def test_a_step_reads_nothing(self, monkeypatch, name):
+        """On a GPU, that would wait. Steps with statistics, and the optimizer, may read."""
+        monkeypatch.setattr(hardneg, "_may_read", lambda x: False)
+        training, reads = begin(IMAGES, name, batch_size=8, epochs=1, lr=1e-3), []
+        monkeypatch.setattr(training.optimizer, "step", lambda: None)
+        run = iter(training)
+        for _ in range(training.steps):
+            with Operations() as operations:
+                figures = next(run)
+            if "ess" not in figures:
+                reads += [operations.reads()]
+        assert len(reads) > 10 and not any(reads)
+
+    def test_two_processes_are_one(self, tmp_path):
+        (tmp_path / "ranks.py").write_text(RANKS)
+        words = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
+        run = start([*words, "ranks.py", "found.pt"], tmp_path)
+        _, error = run.communicate(timeout=300)
+        assert run.returncode == 0, error
+        for one, two in zip(torch.load(tmp_path / "found.pt"), runs_of(None), strict=True):
+            close(one, two, 1e-10 if one.dtype == torch.float64 else 1e-6)
+
+    INVALID = [("queue", "momentum", -0.1), ("queue", "momentum", 1.0), ("queue", "size", 0)]
+    INVALID += [("clae", "bound", 0.0), ("clae", "bound", 1.0)]
+
+    @pytest.mark.parametrize("of, name, value", INVALID)
+    def test_invalid_arguments_are_named(self, of, name, value):
+        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
+            begin(IMAGES, of, method_options={name: value})

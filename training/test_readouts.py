@@ -1,0 +1,131 @@
+"""Tests of training/readouts.py."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.random import default_rng as rng
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+from torch.nn import functional as F
+
+import hardneg
+import reference_numpy as oracle
+from test_hardneg import DEVICE, SEEDS, close, embeddings, normal
+from training import readouts
+
+
+class TestReadouts:
+    """knn_accuracy, linear_readout and tolerance."""
+
+    def test_autocast_changes_nothing(self):
+        z = 1 + 0.1 * embeddings(5, 300, 4).float()
+        labels = (z[:, 0] > 1).long()
+        split = z[:200], labels[:200], z[200:], labels[200:]
+        found = []
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                accuracies = [readouts.knn_accuracy(*split, k=3), readouts.linear_readout(*split)]
+                found.append([*accuracies, readouts.tolerance(z, labels)])
+        assert found[0] == found[1] and found[0][1] > 90
+
+    def test_everything_is_on_the_device_of_the_features(self):
+        """With meta as the default device, a tensor that is made there would raise."""
+        labels = torch.arange(40, device=DEVICE) % 4
+        z = F.one_hot(labels).float()
+        with torch.device("meta"):
+            assert readouts.tolerance(z, labels) == 1
+            for accuracy in (readouts.linear_readout, readouts.knn_accuracy):
+                assert accuracy(z, labels, z, labels) == 100
+
+    def test_labels_are_numbers_of_classes(self):
+        z, labels = embeddings(5, 6, 4), torch.tensor([0, 1, -1, 0, 1, 1])
+        for readout in (readouts.knn_accuracy, readouts.linear_readout):
+            with pytest.raises(hardneg.InvalidArgument, match="^train_labels is from -1 on"):
+                readout(z, labels, z, labels)
+        with pytest.raises(hardneg.InvalidArgument, match="^labels is from -1 on"):
+            readouts.tolerance(z, labels=labels)
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+    def test_labels_of_any_integers(self, dtype):
+        labels = torch.arange(40) % 4
+        x = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
+        for readout in (readouts.knn_accuracy, readouts.linear_readout):
+            found = readout(x, labels.to(dtype), x, labels.to(dtype))
+            assert found == readout(x, labels, x, labels) > 99
+
+    def test_linear_readout_in_inference_mode(self):
+        labels = torch.arange(40) % 4
+        rows = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
+        with torch.inference_mode():
+            x, y = rows.clone(), labels.clone()  # made in this mode, they cannot be trained on
+            assert readouts.linear_readout(x, y, x, y) > 99
+
+    def test_knn_accuracy_at_a_small_temperature(self):
+        """e^{1/t} overflows float32 below t = 0.0113."""
+        labels = torch.arange(40) % 4
+        x = embeddings(1, 40, 4)
+        assert readouts.knn_accuracy(x, labels, x, labels, k=5, temperature=0.001) == 100
+
+    @given(**SEEDS, k=st.sampled_from([1, 7, 100]))
+    def test_knn_accuracy_is_that_of_a_plain_loop(self, seed, k):
+        x, y = normal(seed, 30, 4), normal(seed + 1, 1030, 4)
+        labels, right = rng(seed).integers(3, size=1060), 0
+        cosines = oracle.unit(y) @ oracle.unit(x).T
+        for row, label in zip(cosines, labels[30:], strict=True):
+            votes = np.zeros(3)
+            for j in np.argsort(-row, kind="stable")[:k]:
+                votes[labels[j]] += np.exp(row[j] / 0.5)
+            right += votes.argmax() == label
+        found = readouts.knn_accuracy(*map(torch.as_tensor, (x, labels[:30], y, labels[30:])), k=k)
+        assert found == pytest.approx(100 * right / 1030, abs=0.11)  # float32 may turn one vote
+
+    def test_linear_readout_is_scipys(self):
+        """The class is in a small difference of features: it takes weights against the penalty."""
+        labels, x = rng(1).integers(3, size=1200), normal(1, 1200, 40)
+        x[:, 1] = x[:, 0] + 0.1 * x[:, 1] + 0.2 * (labels - 1)
+        scaled = (x - x[:200].mean(0)) / x[:200].std(0, ddof=1)
+
+        def scores(flat, rows):
+            weight, bias = flat[:120].reshape(3, 40), flat[120:]
+            return scaled[rows] @ weight.T + bias
+
+        def objective(flat):
+            some = scores(flat, slice(200))
+            fit = np.mean(logsumexp(some, axis=1) - some[np.arange(200), labels[:200]])
+            return fit + 1e-3 / 2 * (flat[:120] ** 2).sum()
+
+        best = minimize(objective, np.zeros(123), tol=1e-9).x
+        wanted = 100 * np.mean(scores(best, slice(200, None)).argmax(1) == labels[200:])
+        dull = normal(4, 1200, 1)
+        dull[:200] = 0.1  # constant in training: no part
+        for rows in (x, 1e3 * x + 5, np.concatenate([x, dull], 1)):
+            sets = map(torch.as_tensor, (rows[:200], labels[:200], rows[200:], labels[200:]))
+            found = readouts.linear_readout(*sets)
+            assert found == pytest.approx(wanted, abs=0.31)  # a few are on the border
+
+    @given(**SEEDS, n=st.integers(3, 8), d=st.integers(2, 4))
+    def test_tolerance_is_the_mean_cosine_of_a_class(self, seed, n, d):
+        """Over ordered pairs of different rows that share a label.
+
+        Eq. 11 of [4] prints a mean over all pairs with an indicator inside: at most 0.1 for ten
+        equal classes. Table 1 has values up to 0.61, so its mean is over the pairs of one label.
+        """
+        x, labels = embeddings(seed, n, d), np.arange(n) % 2
+        z = oracle.unit(x.numpy())
+        pairs = (labels[:, None] == labels) & ~np.eye(n, dtype=bool)
+        close(readouts.tolerance(x, torch.tensor(labels)), (z @ z.T)[pairs].mean(), 1e-10)
+
+    def test_tolerance_in_half_precision(self):
+        z, labels = embeddings(5, 2100, 4), torch.arange(2100) % 3
+        others = torch.eye(2100) == 0
+        for x in (z, z + 1):
+            cosines = hardneg.unit(x) @ hardneg.unit(x).T
+            same_class = (labels[:, None] == labels) & others
+            close(readouts.tolerance(x.half(), labels.int()), cosines[same_class].mean(), 1e-3)
+
+    def test_tolerance_without_a_pair_is_nan(self):
+        assert math.isnan(readouts.tolerance(torch.eye(3), torch.arange(3)))
