@@ -58,6 +58,7 @@ import copy
 import functools
 import math
 import numbers
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -89,17 +90,17 @@ INF = math.inf
 
 # ---- 1. The loss -------------------------------------------------------------------------------
 
-PRESETS = {  # loss: weights, objective
-    "simclr": ("uniform", "nce"),  # [6]; [4] Eq. 1
-    "debiased": ("uniform", "nce"),  # [1] at β = 0: simclr, but with a τ⁺ by default
-    "hcl": ("tilted", "nce"),  # [1] Eq. 2, with a τ⁺ by default
-    "ot": ("transported", "nce"),  # [2] Eq. 5, 8
-    "hard": ("top", "nce"),  # [4] Eq. 9
-    "simple": ("uniform", "simple"),  # [4] Eq. 3; [2] Eq. 9
-    "hard-simple": ("top", "simple"),  # [4] Table 1, HardSimple
-    "triplet": ("hardest", "triplet"),  # [2] IV; [4] Eq. 6
-    "ppcl": ("uniform", "ppcl"),  # [3] Eq. 8
-    "supcon": ("uniform", "ppcl"),  # another name of ppcl
+PRESETS = {  # loss: weights, objective, τ⁺; None is 1 / (N_i + 1)
+    "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
+    "debiased": ("uniform", "nce", None),  # [1] at β = 0
+    "hcl": ("tilted", "nce", None),  # [1] Eq. 2
+    "ot": ("transported", "nce", 0.0),  # [2] Eq. 5, 8
+    "hard": ("top", "nce", 0.0),  # [4] Eq. 9
+    "simple": ("uniform", "simple", 0.0),  # [4] Eq. 3; [2] Eq. 9
+    "hard-simple": ("top", "simple", 0.0),  # [4] Table 1, HardSimple
+    "triplet": ("hardest", "triplet", 0.0),  # [2] IV; [4] Eq. 6
+    "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
+    "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
 }
 PAPERS = {  # the papers' settings on CIFAR-10: ContrastiveLoss("hcl", **PAPERS["hcl"])
     "simclr": {"temperature": 0.5},  # [6] App. B.9
@@ -113,8 +114,8 @@ PAPERS = {  # the papers' settings on CIFAR-10: ContrastiveLoss("hcl", **PAPERS[
 
 
 class Options(TypedDict, total=False):
-    """What a loss can be told. Beside its type, each option has its default and what it may be: one
-    of some names, or a number in [from, to].
+    """What a loss can be told. Each option has a type, a default, and what it may be: one of some
+    names, or a number in [from, to]. `settle` reads all three here.
 
     loss            a row of PRESETS
     weights         of candidates; None: those of the loss. Or a function: logits (a, N) → log
@@ -124,8 +125,8 @@ class Options(TypedDict, total=False):
                     and log weights (a, N) of candidates → losses (a,)
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned. Its value
                     is checked on a CPU, but neither on a GPU nor in compiled code
-    tau_plus        τ⁺ of nce, ppcl and decoupled; a function as objective ignores it. None: for
-                    hcl and debiased 1 / (N_i + 1), of each anchor's own N_i, for other losses 0
+    tau_plus        τ⁺ of nce, ppcl and decoupled; a function as objective ignores it. None: that
+                    of the loss; for hcl and debiased 1 / (N_i + 1), of each anchor's own N_i
     beta            β of tilted
     alpha           α of top
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
@@ -153,7 +154,7 @@ class Options(TypedDict, total=False):
     alpha: Annotated[float, 0.3, [1e-9, 1]]
     epsilon: Annotated[float, 0.2, [1e-9, 1e9]]
     cost: Annotated[Literal["sqeuclidean", "exp"], "sqeuclidean", ("sqeuclidean", "exp")]
-    kappa: Annotated[float, 0.0, [-99, 99]]
+    kappa: Annotated[float, 0.0, [-60, 60]]
     margin: Annotated[float, 0.0, [0, 1e9]]
     absolute_margin: Annotated[float | None, None, [-9, 9]]
     relative_margin: Annotated[float | None, None, [-9, 9]]
@@ -207,7 +208,8 @@ def contrastive_loss(
     positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
                     candidate: torch.arange(B) for views x, y and negatives=torch.cat([y, given])
     negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
-                    negative: for ragged or filtered ones. Masked rows have to be finite, too
+                    negative: for ragged or filtered ones. Masked rows have to be finite, too; under
+                    ppcl they are positives if they share the anchor's label
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
                     they are positives. Every number is a label: none says "unknown". With
                     negatives (K, D): (B + K,), the last K of its rows
@@ -241,7 +243,7 @@ def contrastive_loss(
         return value
 
 
-contrastive_loss.__doc__ += f"\n\n{Options.__doc__}"
+contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{Options.__doc__}"
 
 
 class _Answers(NamedTuple):
@@ -294,7 +296,7 @@ class ContrastiveLoss(nn.Module):
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        self.options = settle(self.given)  # to be read: a call takes what was given
+        self.options = settle(self.given)  # to be read; a call settles what was given and its own
         self.learned = []
         for name, value in self.given.items():
             if isinstance(value, (nn.Parameter, nn.Module)):
@@ -312,7 +314,7 @@ class ContrastiveLoss(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-ContrastiveLoss.__doc__ += f"\n\n{Options.__doc__}"
+ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
@@ -341,7 +343,7 @@ def uniform(logits: Tensor) -> Tensor:
 
 def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
-    With `mean_one`, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
+    With mean 1, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
     gradients in the shares of `uniform` at t/(1 + β).
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
@@ -532,7 +534,8 @@ def _log_difference(x, y):
 
 def _log_mean(pos, log_w_pos):
     """Compute the log of the weighted mean of e^p; the plain mean if no positive has a weight."""
-    shares = torch.log_softmax(log_w_pos + uniform(pos), -1)  # absent positives get 2 · MASKED
+    # absent positives get 2 · MASKED: where `top` drops all others, these still share equally
+    shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
     return log_sum(pos, shares)
 
 
@@ -544,11 +547,11 @@ def _warn_of_the_floor(clamped, options):
 
 
 def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
-    """Compute the log of the debiased sum (A,), where its floor holds, and log τ_i."""
+    """Compute the log of the debiased sum (A,), where its floor holds, and, if exact, log τ_i."""
     log_all = log_sum(neg, log_w)
     clamped = torch.zeros_like(log_all, dtype=torch.bool)
     if options["tau_plus"] == 0:
-        return log_all, clamped, log_all
+        return log_all, clamped, None
     if options["tau_plus"] is None:
         tau_plus = 1 / (1 + log_n.exp())
     else:
@@ -558,7 +561,7 @@ def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
     log_positive = _log_mean(pos, log_w_pos)
     if options["debias"] == "published":
         rest, clamped = published(log_all, log_positive, log_total, tau_plus, t)
-        return rest, clamped, log_all
+        return rest, clamped, None
     plain, _ = published(log_sum(neg), _log_mean(pos, uniform(pos)), log_n, tau_plus, t)
     least = plain - log_n + log_total
     most = neg.amax(-1) + log_total
@@ -730,7 +733,7 @@ def transported(
         w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
     The total is the same if all anchors have equally many candidates. logits (A, N) are of unit
     rows; potential: the g (N,) of `sinkhorn`; t is that of the logits, as costs are of cosines.
-    With `mean_one`, w_ij = N P*(j | i).
+    With mean 1, w_ij = N P*(j | i).
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and all columns have equally
     many entries, as in a batch; in a bank with positives they have not. "sqeuclidean" at g = 0 is
     `tilted` at β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
@@ -758,10 +761,12 @@ def sinkhorn(
     columns carry no mass; A and N do not count them. Differentiable; autograd stores A·N numbers
     for each reduction.
 
-    Rate: let μ be the eigenvalues of √(AN) P but for the largest, 1. A step of rows and columns
-    multiplies an error by up to μ²: hundreds of steps for clustered rows at ε = 0.1, where μ is
-    near 1. Two symmetric steps multiply it by μ(1 − μ)/2: by at most 1/8 if no μ is negative.
-    Both take about 1/error steps if the masks force an unmasked entry to 0. Ref: [2] Eq. 5"""
+    Rate: let μ be the singular values of √(AN) P, or its eigenvalues if it is symmetric, but for
+    the largest, 1. A step of rows and columns multiplies an error by up to μ²: hundreds of steps
+    for clustered rows at ε = 0.1, where μ is near 1. Two symmetric steps multiply it by
+    |μ (1 − μ)| / 2: by 1/8 at most if no μ is negative. With negative ones, in batches of two to
+    four samples, they take up to 1.3 times the reductions of a step of rows and columns. Both take
+    about 1/error steps if the masks force an unmasked entry to 0. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -971,7 +976,9 @@ def _in_blocks(pairs, potential, options, size):
     if not torch.is_tensor(t):
         t = pairs.pos.new_full((), t)
     tensors = [pairs.anchors, pairs.pos, pairs.candidates, t, potential]
-    if torch.is_grad_enabled() and _has_own_function(options):
+    if not torch.is_grad_enabled():
+        return _reduce(_run_blocks(pairs, options, size, tensors)[0], options)
+    if _has_own_function(options):
         tensors += _held(pairs, potential, options)
     return _InBlocks.apply(pairs, options, size, *tensors)
 
@@ -1034,6 +1041,7 @@ def _run_blocks(pairs, options, size, tensors, learned=(), by_losses=None):
             part = answer(some, potential, options).losses
         losses[rows] = part.detach()
         if learned:
+            # what functions hold may have a graph of its own, which each block goes through
             again = {"retain_graph": len(tensors) > 5, "materialize_grads": True}
             by_wanted = torch.autograd.grad(part, wanted, by_losses[rows], **again)
             for k, slope, found in zip(learned, slopes, by_wanted, strict=True):
@@ -1050,7 +1058,9 @@ def _held(pairs, potential, options):
     t = pairs.t.detach() if torch.is_tensor(pairs.t) else pairs.t
     alone = {name: getattr(pairs, name).detach() for name in ("anchors", "pos", "candidates")}
     some = pairs._replace(t=t, **alone).of(slice(0, 1))
-    with torch.random.fork_rng(devices=[]):
+    devices, _ = get_device_states(pairs.anchors)
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one anchor is no reason to warn
         losses = answer(some, potential.detach(), options).losses
     nodes, seen, leaves = [losses.grad_fn], {None}, []
     while nodes:
@@ -1196,7 +1206,7 @@ def _require(valid, name, got, allowed):
 def _warn(message):
     """Warn at the line that called this file, past torch's wrappers."""
     frame, level = sys._getframe(), 1
-    while frame and frame.f_globals.get("__name__", "").split(".")[0] in (__name__, "torch"):
+    while frame and re.match(rf"({re.escape(__name__)}|torch\b.*)$", frame.f_globals["__name__"]):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -1214,14 +1224,11 @@ def settle(given: Options) -> Options:
     options = {**DEFAULTS, **given}
     for name, value in options.items():
         _check_option(name, value)
-    weights, objective = PRESETS[options["loss"]]
-    if options["weights"] is None:
-        options["weights"] = weights
-    if options["objective"] is None:
-        options["objective"] = objective
+    of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[options["loss"]], strict=True)
+    for name, value in of_loss:
+        if options[name] is None:
+            options[name] = value
     if options["objective"] not in OF_LOGITS:
-        options["tau_plus"] = 0.0
-    elif options["tau_plus"] is None and options["loss"] not in ("debiased", "hcl"):
         options["tau_plus"] = 0.0
     if options["detach_weights"] is None:
         options["detach_weights"] = options["weights"] == "transported"
@@ -1264,13 +1271,13 @@ def _check_call(views, negatives, positive_index, negative_mask, labels, group, 
         fits = torch.is_tensor(view) and view.is_floating_point()
         fits = fits and view.shape == views[0].shape and _has_shape(view, ("B", "D"))
         _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
+    known = group is None or isinstance(group, distributed.ProcessGroup)
+    _require(known, "group", repr(group), "a torch.distributed process group, or None")
     b, d = views[0].shape
     a = rows = b
     if negatives is None:
         a = n = b * len(views)
         if group is not None:
-            known = isinstance(group, distributed.ProcessGroup)
-            _require(known, "group", repr(group), "a torch.distributed process group, or None")
             n *= distributed.get_world_size(group)
         _require(n > len(views), "views", "of one sample", "of two or more: one has no negative")
         _require(positive_index is None, "positive_index", "given", "None without negatives")

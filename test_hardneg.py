@@ -678,7 +678,7 @@ class TestTransported:
         x, labels = normal(9, 16, 4), [0, 1, 0, 2, 3, 0, 1, 4]
         options = {"loss": "ot", "labels": labels, "epsilon": 1e9}
         close(ours(x, 2, dtype=torch.float32, **options)[0], theirs(x, 2, **options)[0], 1e-5)
-        even = ours(x, 2, dtype=torch.float32, loss="ot", cost="exp", kappa=-99.0)
+        even = ours(x, 2, dtype=torch.float32, loss="ot", cost="exp", kappa=-60.0)
         close(even[0], theirs(x, 2)[0], 1e-5)
 
     def test_a_cost_of_any_size_has_finite_gradients(self):
@@ -1345,7 +1345,7 @@ class TestContrastiveLossModule:
             settled = {"loss": "hcl", "beta": 2.0, "temperature": 0.3} | options
             close(module(x, y, **options), contrastive_loss(x, y, **settled), 1e-12)
         settled = module.options["weights"], module.options["objective"]
-        assert settled == hardneg.PRESETS["hcl"] and not module.state_dict()
+        assert settled == hardneg.PRESETS["hcl"][:2] and not module.state_dict()
         assert repr(module) == "ContrastiveLoss(loss=hcl, beta=2.0, temperature=0.3)"
 
     @pytest.mark.parametrize("name", ["weights", "objective"])

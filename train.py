@@ -156,7 +156,7 @@ class Options:
         of_method = METHOD_DEFAULTS[method]
         of_recipe = hardneg.RECIPES[recipe]
         loss = (chosen | of_method | given)["loss"]
-        preset = zip(("weights", "objective"), hardneg.PRESETS[loss], strict=True)
+        preset = zip(("weights", "objective"), hardneg.PRESETS[loss][:2], strict=True)
         chosen |= of_recipe | dict(preset) | LOSS_DEFAULTS.get(loss, {}) | of_method
         if recipe != "adamw":
             chosen |= of_recipe  # the tables suit adamw
