@@ -227,7 +227,7 @@ def contrastive_loss(
     Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
     options that weights and objective do not have. Raises ValueError that names the invalid
     argument, on a CPU also for embeddings that are not finite; TypeError for an unknown option.
-    Cost: A·N·D; `transported` adds A·N or 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
+    Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
     options = settle(options)
     _check_call(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
@@ -405,14 +405,15 @@ def weigh(pos, neg, log_n, potential, t, options):
     Uniform, tilted, hardest and transported weights get mean 1 over the candidates: their sum then
     compares with that of N plain ones. `top` keeps 0 or 1, and a function what it returns.
     Positives are weighed by the same function of the logit, but without a potential."""
-    log_w, log_w_pos = log_weights(neg, neg, potential, t, options), uniform(pos)
+    scores, log_w_pos = log_weights(neg, neg, potential, t, options), uniform(pos)
+    log_w = scores  # (A, N)
+    if options["weights"] in OF_MEAN_ONE:
+        log_w = torch.log_softmax(scores, -1) + log_n[..., None]
     weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
     if options["tau_plus"] != 0 and weighs_positives:
-        log_w_pos = log_weights(pos, neg, pos.new_zeros(()), t, options)
-    if options["weights"] in OF_MEAN_ONE:
-        heaviest = log_w.amax(-1, keepdim=True)
-        log_w = torch.log_softmax(log_w, -1) + log_n[..., None]
-        log_w_pos = log_w_pos - heaviest + log_w.amax(-1, keepdim=True)
+        log_w_pos = log_weights(pos, neg, pos.new_zeros(()), t, options)  # (A, M)
+        # the candidates' constant, read off the heaviest one: a difference of sums would round more
+        log_w_pos = log_w_pos - scores.amax(-1, keepdim=True) + log_w.amax(-1, keepdim=True)
     return log_w, log_w_pos
 
 
@@ -753,41 +754,38 @@ def sinkhorn(
     log_kernel: a function that returns −C/ε (A, N) in blocks of rows, MASKED where i and j must not
     be coupled; it is called in every step → f (A,), g (N,), error.
 
-    Let r_i(g) = log Σ_j e^{log_kernel_ij + g_j}. A step scales rows, f ← −r(g), and columns in the
-    same way. Where the kernel and its mask are `symmetric`, one reduction does both:
-    g ← (1 − ω) g − ω r(g), with ω = ½ and ω = 1 in turn [10]. It ends where the error
-    Σ_i |Σ_j P_ij − 1/A| is at most `tolerance` (None: 1e-5, in float64 1e-12), or warns after
-    max_steps. On a GPU the host reads the error after every eighth step. Fully masked rows and
-    columns carry no mass; A and N do not count them. Differentiable; autograd stores A·N numbers
-    for each reduction.
+    A step scales rows, f_i ← −log Σ_j e^{log_kernel_ij + g_j}, then columns in the same way. Where
+    the kernel and its mask are `symmetric`, so is the coupling, and a step ends with the mean of
+    both: f = g ← (f + g) / 2 [10]. It stops where the error Σ_i |Σ_j P_ij − 1/A| is at most
+    `tolerance` (None: 1e-5, in float64 1e-12), or warns after max_steps. On a GPU the host reads
+    the error after every eighth step. Fully masked rows and columns carry no mass; A and N do not
+    count them. Differentiable; autograd stores 2·A·N numbers for each step.
 
     Rate: let μ be the singular values of √(AN) P, or its eigenvalues if it is symmetric, but for
-    the largest, 1. A step of rows and columns multiplies an error by up to μ²: hundreds of steps
-    for clustered rows at ε = 0.1, where μ is near 1. Two symmetric steps multiply it by
-    |μ (1 − μ)| / 2: by 1/8 at most if no μ is negative. With negative ones, in batches of two to
-    four samples, they take up to 1.3 times the reductions of a step of rows and columns. Both take
-    about 1/error steps if the masks force an unmasked entry to 0. Ref: [2] Eq. 5"""
+    the largest, 1. A step multiplies an error by up to μ²: hundreds of steps for clustered rows at
+    ε = 0.1, where μ is near 1. A symmetric step multiplies it by |μ (1 − μ)| / 2: by 1/8 at most if
+    no μ is negative. With negative ones, in batches of two to four samples, it may take 1.3 times
+    as many. Both take about 1/error steps if the masks force an unmasked entry to 0.
+    Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
-        row_sums, column_sums = _log_sums(log_kernel(), g, symmetric)
+        row_sums, column_sums = _log_sums(log_kernel(), g)
         rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
+        columns = (column_sums > FAR).sum().clamp_min(1)
         r = _zero_if_masked(row_sums)
         if step > 0:
             error = torch.expm1(f + r).abs().sum() / rows  # rows of P sum to e^{f + r} / A
             if _stops(error, step, max_steps, tolerance):
                 break
-        if not symmetric:
-            columns = (column_sums > FAR).sum().clamp_min(1)
-            f, g = -r, (rows / columns).log() - _zero_if_masked(column_sums)
-        elif step % 2 == 0:
-            f = g = -r / 2 if g is None else (g - r) / 2
-        else:
-            f = g = -r
+        f = -r
+        g = (rows / columns).log() - _zero_if_masked(column_sums)
+        if symmetric:
+            f = g = (f + g) / 2
     return f - rows.log(), g, error
 
 
-def _log_sums(blocks, g, symmetric):
+def _log_sums(blocks, g):
     """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
     A block may be computed anew whenever it is read, so one pass gives both."""
     row_sums = column_sums = None
@@ -795,9 +793,8 @@ def _log_sums(blocks, g, symmetric):
         sums = log_sum(block, g)  # (a,)
         # a list of small tensors would lie between large ones, and keep freed memory from reuse
         row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
-        if not symmetric:
-            sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
-            column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
+        sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
+        column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
     return row_sums, column_sums
 
 

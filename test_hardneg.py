@@ -771,11 +771,11 @@ class TestSinkhorn:
         x, y = embeddings(0, 2, 2100, 4).float()
         contrastive_loss(x, y, loss="ot", epsilon=1.0)
         count = math.ceil(4200 / (2**20 // 4200))  # of blocks, in each pass and in the loss
-        assert kernel.call_count > 3 * count and kernel.call_count % count == 0
+        assert kernel.call_count > 2 * count and kernel.call_count % count == 0
 
     @given(**SEEDS, samples=st.integers(4, 6), epsilon=st.floats(0.4, 3), labelled=BOOLEANS)
     def test_a_symmetric_plan_is_the_same(self, seed, samples, epsilon, labelled):
-        """One pass a step, both marginals, and fully masked rows carry no mass."""
+        """It has both marginals, and fully masked rows carry no mass."""
         z = oracle.unit(normal(seed, 2 * samples, 3))
         owners = np.tile(np.arange(samples), 2)
         allowed = owners[:, None] != owners
@@ -789,7 +789,7 @@ class TestSinkhorn:
         close(plan, plan.T, 1e-10)
 
     def test_a_symmetric_step_settles_where_classes_cluster(self):
-        """Alternation takes hundreds of steps, the symmetric one a few."""
+        """Rows and columns in turn take hundreds of steps, their mean a few."""
         centres, noise = normal(0, 8, 16), normal(1, 128, 16)
         x = oracle.unit(np.tile(centres, (16, 1)) + 0.1 * noise)
         z = np.concatenate([x, oracle.unit(x + 0.02 * normal(2, 128, 16))])
@@ -800,7 +800,7 @@ class TestSinkhorn:
             blocks = Mock(return_value=[masked(kernel)])
             hardneg.sinkhorn(blocks, symmetric, 1e-5, 5000)
             calls[symmetric] = blocks.call_count
-        assert calls[True] <= 12 and calls[False] >= 100
+        assert calls[True] <= 8 and calls[False] >= 100
 
     @pytest.mark.parametrize("options", [{}, {"labels": [0, 1, 0, 2, 3, 4]}])
     def test_only_batches_are_symmetric(self, monkeypatch, options):
