@@ -1045,6 +1045,21 @@ class TestContrastiveLoss:
         found = ours(x, 2, loss=loss, block_size=block_size, **options)
         same(found, (printed(x), oracle.gradient(printed, x)), 1e-9 if loss == "ot" else 1e-10)
 
+    OF_PAPERS = [  # what [1], [2] and [4] print, by the oracle's equations
+        ("simclr", oracle.simclr_eq, {"temperature": 0.5}),
+        ("hcl", oracle.hcl_eq2, {"temperature": 0.5, "beta": 1.0, "tau_plus": 0.1}),
+        ("debiased", oracle.hcl_eq2, {"temperature": 0.5, "beta": 0.0, "tau_plus": 0.1}),
+        ("ot", oracle.ot_eq5, {"temperature": 0.5, "epsilon": 0.5}),
+        ("hard", oracle.hard_eq9, {"temperature": 1.0, "alpha": 4095 / 49999}),
+    ]
+
+    @pytest.mark.parametrize("loss, equation, settings", OF_PAPERS)
+    def test_papers_settings(self, loss, equation, settings):
+        x = normal(3, 40, 5)
+        printed = equation(*np.split(oracle.unit(x), 2), **settings)
+        assert hardneg.PAPERS.keys() <= hardneg.PRESETS.keys()
+        close(ours(x, 2, loss=loss, **hardneg.PAPERS[loss])[0], printed, 1e-9)
+
     @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("block_size", [0, 3])
     def test_gradient_of_some_inputs(self, loss, block_size):
