@@ -1205,7 +1205,8 @@ def _require(valid, name, got, allowed):
 def _warn(message):
     """Warn at the line that called this file, past torch's wrappers."""
     frame, level = sys._getframe(), 1
-    while frame and re.match(rf"({re.escape(__name__)}|torch\b.*)$", frame.f_globals["__name__"]):
+    inside = re.compile(rf"({re.escape(__name__)}|torch\b.*)$")
+    while frame and inside.match(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
