@@ -1511,11 +1511,11 @@ class Encoder(nn.Module):
 class MemoryBank(nn.Module):
     """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
     rows: the initial ones (K, D), such as the untrained encoder's embeddings; random rows would be
-    noise. momentum: m in [0, 1]. The buffer `rows` has no gradient. Ref: [4] 5.1; [8]"""
+    noise. momentum: m in [0, 1). The buffer `rows` has no gradient. Ref: [4] 5.1; [8]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
-        _check_number("momentum", momentum, 0, 1, numbers.Real)
+        _check_number("momentum", momentum, 0, math.nextafter(1, 0), numbers.Real)
         self.momentum = momentum
         self.register_buffer("rows", unit(rows.detach()))
 
@@ -1716,7 +1716,7 @@ class Game(nn.Module):
     pairs       a latent gives two images, G(z) and G_ema(z), each other's positives. False: one
     ascent      G ascends the encoder's loss. False: it plays against D alone; without pairs, too,
                 this is [3]'s "CL-GAN"
-    momentum    m of G_ema, in [0, 1]
+    momentum    m of G_ema, in [0, 1)
     pretrain    epochs of G and D alone before the encoder begins
     every       encoder's steps for each of the generator's
     batch_size  images of each kind in a step of D, at least 2
@@ -1739,7 +1739,7 @@ class Game(nn.Module):
         ascent_lr: float = 1e-4,
     ):
         super().__init__()
-        _check_number("momentum", momentum, 0, 1, numbers.Real)
+        _check_number("momentum", momentum, 0, math.nextafter(1, 0), numbers.Real)
         _check_number("pretrain", pretrain, 0)
         _check_number("every", every, 1)
         _check_number("batch_size", batch_size, 2)

@@ -3066,7 +3066,7 @@ class TestTraining:
     INVALID += [("training", "epochs", 0), ("training", "batch_size", 1)]
     INVALID += [("training", "epochs", 1.5), ("training", "batch_size", 2.5)]
     INVALID += [("training", "recipe", "lars"), ("training", "micro_batch", 0)]
-    INVALID += [(of, "momentum", x) for of in ("bank", "game") for x in (-0.1, 1.1)]
+    INVALID += [(of, "momentum", x) for of in ("bank", "game") for x in (-0.1, 1.0)]
     INVALID += [("game", name, 0) for name in ("width", "latent", "every")]
     INVALID += [("game", "size", 4), ("game", "size", 24), ("game", "pretrain", -1)]
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]

@@ -1235,7 +1235,7 @@ MISTAKES = """
 --sync-batchnorm --device cpu | --sync-batchnorm is on
 --compare hcl --evaluate runs/a | the command is of several kinds
 --size 4 | --size is 4
---method bank --momentum 2 | momentum is 2
+--method bank --momentum 1 | momentum is 1
 --method queue --queue-size 0 | --queue-size is 0
 --method clae --bound 1 | bound is 1
 --method diffhard --size 24 | size is 24
