@@ -60,30 +60,18 @@ import copy
 import functools
 import math
 import numbers
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    get_type_hints,
-    overload,
-)
+from itertools import pairwise, zip_longest
+from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints, overload
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
 __all__ = ["ContrastiveLoss", "contrastive_loss", "gather", "mine", "draw", "PAPERS"]
@@ -140,10 +128,11 @@ class Options(TypedDict, total=False):
     detach_weights  no gradient through the weights. None: True for transported, as in the authors'
                     code, else False
     debias          how τ⁺ is used: see `published` and `exact`. "exact" is for weights uniform,
-                    tilted, top and hardest, and for objectives nce, ppcl and decoupled
-    reduction       "none": one value for each anchor
+                    tilted, top and hardest
+    reduction       "none": one value for each anchor. In blocks its gradient calls functions again:
+                    one that draws random numbers then draws others
     block_size      anchors in a block; it changes results by rounding alone. None: at once up to
-                    2^18 pairs on a CPU and 2^24 on a GPU, else in blocks. 0: at once, and so always
+                    2^18 pairs on a CPU and 2^23 on a GPU, else in blocks. 0: at once, and so always
                     for negatives (B, K, D). What is computed in blocks needs memory that grows like
                     A + N, but for a gradient through a coupling, and is not differentiated twice"""
 
@@ -234,14 +223,17 @@ def contrastive_loss(
     _check_call(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
         pairs = _line_up(views, negatives, positive_index, negative_mask, labels, group, options)
-        potential = _potential(pairs, group, options)
-        value = _evaluate(pairs, potential, options)
+        if options["weights"] == "transported":
+            pairs = pairs._replace(potential=_potential(pairs, group, options))
+        value = _evaluate(pairs, options)
         if group is not None and options["reduction"] != "none":
             value = _as_one_process(value, options["reduction"], group)
         if _may_read(value):  # also if the value is finite: a masked NaN shows in the gradient
-            _check_finite(*views, negatives=negatives)
+            _check_finite("negatives", negatives)
+            for i, view in enumerate(views):
+                _check_finite(f"views[{i}]", view)
         if return_stats:
-            return value, _statistics(pairs, potential, options)
+            return value, _statistics(pairs, options)
         return value
 
 
@@ -259,16 +251,16 @@ class _Answers(NamedTuple):
     log_share: Tensor | None  # (a,), log τ_i of exact debiasing
 
 
-def answer(pairs: _Pairs, potential: Tensor, options: Options) -> _Answers:
+def answer(pairs: _Pairs, options: Options) -> _Answers:
     """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
-    pairs: their embeddings, and who they are compared with; potential (N,): of transported."""
+    pairs: their embeddings, and who they are compared with."""
     # 1. Who could be a negative?
     pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i: (a,), or () if equal
 
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
-    with torch.set_grad_enabled(through_weights):
-        log_w, log_w_pos = weigh(pos, neg, log_n, potential, pairs.t, options)  # (a, N), (a, M)
+    with torch.set_grad_enabled(through_weights):  # (a, N), (a, M)
+        log_w, log_w_pos = weigh(pos, neg, log_n, pairs.potential, pairs.t, options)
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
@@ -310,11 +302,6 @@ class ContrastiveLoss(nn.Module):
         learned = {name: getattr(self, name) for name in self.learned}
         return contrastive_loss(*views, **{**self.given, **learned, **call})
 
-    def extra_repr(self) -> str:
-        """Show the options given."""
-        shown = self.given | dict.fromkeys(self.learned, "learned")
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
-
 
 ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
@@ -323,8 +310,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # A rule maps logits (A, N) to log weights (A, N). For tilted, hardest and transported a constant of
 # the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
 # by hand: edit it, and training follows at every batch size. To add a rule: a function here, its
-# name in WEIGHTS, and in OF_MEAN_ONE if its mean shall be 1, its call in `log_weights`, its options
-# in Options. Or pass the function itself: contrastive_loss(x, y, weights=my_rule).
+# name in WEIGHTS, and in OF_MEAN_ONE if its mean shall be 1, its call in `by_rule`, its options in
+# Options. Or pass the function itself: contrastive_loss(x, y, weights=my_rule).
 
 WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
 OF_MEAN_ONE = ("tilted", "hardest", "transported")  # `weigh` makes them so
@@ -337,7 +324,8 @@ MASKED, FAR = -1e30, -1e20
 
 
 def uniform(logits: Tensor) -> Tensor:
-    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
+    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
+    What is masked stays masked: x + uniform(logits) is x, but for what the logits mask."""
     # hardshrink gives 0 from −1e20 to 1e20, and what it gets beyond: masked stays masked. It is one
     # pass over the matrix; a boolean mask and a fill take eight times as long
     return F.hardshrink(logits.detach(), -FAR)
@@ -354,27 +342,27 @@ def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     return beta * logits
 
 
-def hardest(logits: Tensor, others: Tensor | None = None) -> Tensor:
+def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik.
-    With mean 1 its weight is N; ties share it. others: logits to weigh by the same threshold. It is
-    `tilted` at β → ∞. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    With mean 1 its weight is N; ties share it. x (A, any number): other logits, to be weighed by
+    the same threshold. It is `tilted` at β → ∞. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
     nearest = logits.detach().amax(-1, keepdim=True)
-    return _from(nearest, logits if others is None else others)
+    return _from(nearest, logits if x is None else x)
 
 
-def top(logits: Tensor, alpha: float = 0.3, others: Tensor | None = None) -> Tensor:
+def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α).
     alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
     candidates. One is kept at least, and so is what ties with the last. For the k nearest, take
-    alpha = k / N. others: logits to weigh by the same threshold. The weight of those that are
-    dropped is not redistributed: w is 0 or 1, its mean ⌈αN⌉/N or more.
+    alpha = k / N. x: as in `hardest`. The weight of those that are dropped is not redistributed: w
+    is 0 or 1, its mean ⌈αN⌉/N or more.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
     billionths = int(alpha * 10**9)  # whole numbers: 0.07 · 100 exceeds 7, and its ceiling is 8
     most = -(-logits.shape[-1] * billionths // 10**9)
     n = (logits > FAR).sum(-1, keepdim=True)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)
     nearest = logits.detach().topk(max(1, most)).values
-    return _from(nearest.gather(-1, kept - 1), logits if others is None else others)
+    return _from(nearest.gather(-1, kept - 1), logits if x is None else x)
 
 
 def _from(threshold, logits):
@@ -382,9 +370,10 @@ def _from(threshold, logits):
     return uniform(logits).masked_fill(logits < threshold, MASKED)
 
 
-def log_weights(x, logits, potential, t, options):
-    """Weigh logits x by the rule of the options, up to a constant of the anchor.
-    x are logits (A, N) of candidates, or those of positives (A, M). potential, t: of transported"""
+def by_rule(logits, x, potential, t, options):
+    """Weigh logits x (A, any number) by the rule of the options, up to a constant of the anchor.
+    logits (A, N): of the anchor's candidates, where `hardest` and `top` find their threshold;
+    potential, t: of `transported`."""
     rule = options["weights"]
     if rule == "uniform":
         return uniform(x)
@@ -395,8 +384,8 @@ def log_weights(x, logits, potential, t, options):
     if rule == "top":
         return top(logits, options["alpha"], x)
     if rule == "transported":
-        coupling = options["epsilon"], options["cost"], options["kappa"]
-        return transported(x, potential, t, *coupling)
+        epsilon, cost, kappa = options["epsilon"], options["cost"], options["kappa"]
+        return transported(x, potential, t, epsilon, cost, kappa)
     log_w = rule(x)
     _check_result("weights", log_w, x.shape)
     return log_w.masked_fill(x < FAR, MASKED).clamp_min(MASKED)  # −∞ is masked, too
@@ -407,13 +396,13 @@ def weigh(pos, neg, log_n, potential, t, options):
     Uniform, tilted, hardest and transported weights get mean 1 over the candidates: their sum then
     compares with that of N plain ones. `top` keeps 0 or 1, and a function what it returns.
     Positives are weighed by the same function of the logit, but without a potential."""
-    scores, log_w_pos = log_weights(neg, neg, potential, t, options), uniform(pos)
+    scores, log_w_pos = by_rule(neg, neg, potential, t, options), uniform(pos)
     log_w = scores  # (A, N)
     if options["weights"] in OF_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[..., None]
     weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
     if options["tau_plus"] != 0 and weighs_positives:
-        log_w_pos = log_weights(pos, neg, pos.new_zeros(()), t, options)  # (A, M)
+        log_w_pos = by_rule(neg, pos, pos.new_zeros(()), t, options)  # (A, M)
         # the candidates' constant, read off the heaviest one: a difference of sums would round more
         log_w_pos = log_w_pos - scores.amax(-1, keepdim=True) + log_w.amax(-1, keepdim=True)
     return log_w, log_w_pos
@@ -545,7 +534,8 @@ def _log_mean(pos, log_w_pos):
 def _warn_of_the_floor(clamped, options):
     """Say that a given τ⁺ leaves nothing; by default the floor marks anchors that are solved."""
     given = options["tau_plus"] not in (None, 0)
-    if given and _may_read(clamped) and 2 * clamped.sum() > len(clamped):
+    most = max(2, len(clamped))  # a single anchor is no reason to warn
+    if given and _may_read(clamped) and 2 * clamped.sum() > most:
         _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
 
 
@@ -583,7 +573,8 @@ class _Pairs(NamedTuple):
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos: Tensor  # (A, M), cosines of anchors and positives
     own: Tensor  # (A, any number), columns that show the anchor's own sample
-    t: float | Tensor = 1.0
+    t: Tensor  # ()
+    potential: Tensor  # of transported, (N,); else () and unused
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     labels: Tensor | None = None  # (A,)
     candidate_labels: Tensor | None = None  # (N,)
@@ -600,16 +591,17 @@ class _Pairs(NamedTuple):
         return self._replace(**taken)
 
 
-PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`
+PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`, as are those that
+MAY_LEARN = ("anchors", "pos", "candidates", "t", "potential")  # may have a gradient
 
 
 def _line_up(views, negatives, positive_index, negative_mask, labels, group, options):
     """Line up the anchors of a batch, their positives and their candidates."""
     project = unit if options["normalize"] else _upcast
     z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
-    found = {"t": options["temperature"]}
-    if torch.is_tensor(found["t"]):  # as the embeddings: 16 bits are too few for its gradient
-        found["t"] = found["t"].to(z)
+    t = options["temperature"]
+    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # 16 bits: too few for its gradient
+    found = {"t": t, "potential": z.new_zeros(())}
     if negatives is None:
         anchors, candidates = z, gather(z, group)
         # row i + k·B, counted around the end, shows the sample of row i, k views later
@@ -659,7 +651,7 @@ def _mask_(neg, pos, pairs, options):
     sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0."""
     neg.scatter_(1, pairs.own, MASKED)
     margins = options["absolute_margin"], options["relative_margin"]
-    if all(x is None for x in (pairs.mask, pairs.labels, *margins)):
+    if pairs.mask is None and pairs.labels is None and margins == (None, None):
         count = neg.shape[1] - pairs.own.shape[1]
         return neg.new_full((), math.log(max(1, count)))
     if pairs.mask is not None:
@@ -667,28 +659,28 @@ def _mask_(neg, pos, pairs, options):
     if pairs.labels is not None:
         neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, MASKED)
     if margins != (None, None):
-        nearest = pairs.t * pos.amax(1, keepdim=True)
-        neg.masked_fill_(neg > _limit(nearest, *margins) / pairs.t, MASKED)
+        limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)
+        neg.masked_fill_(neg > limit / pairs.t, MASKED)
     counts = (neg > FAR).sum(1)
     return counts.clamp_min(1).to(neg.dtype).log()
 
 
-def _limit(nearest_positive, absolute_margin, relative_margin):
-    """Return the largest cosine that the margins allow a negative to have."""
-    limit = torch.full_like(nearest_positive, INF)
-    if absolute_margin is not None:
-        limit = nearest_positive - absolute_margin
-    if relative_margin is not None:
-        relative = nearest_positive - relative_margin * nearest_positive.abs()
-        limit = torch.minimum(limit, relative)
+def _limit(nearest, margins):
+    """Return the largest cosine of a negative, from that of the nearest positive."""
+    absolute, relative = margins
+    limit = torch.full_like(nearest, INF)
+    if absolute is not None:
+        limit = nearest - absolute
+    if relative is not None:
+        limit = torch.minimum(limit, nearest - relative * nearest.abs())
     return limit
 
 
 @torch.no_grad()
-def _statistics(pairs, potential, options):
+def _statistics(pairs, options):
     """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
     some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
-    found = answer(some, potential, options)
+    found = answer(some, options)
     is_positive, is_negative = found.pos > FAR, found.neg > FAR
     n = is_negative.sum(1)
     has_negatives = n > 0
@@ -812,15 +804,15 @@ def _stops(error, step, max_steps, tolerance):
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
     converged = not error.item() > tolerance  # or NaN
     if step == max_steps and not converged:
-        message = f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
-        _warn(message + "raise epsilon, or check that labels leave enough candidates")
+        _warn(
+            f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
+            "raise epsilon, or check that labels leave enough candidates"
+        )
     return converged or step == max_steps
 
 
 def _potential(pairs, group, options):
     """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
-    if options["weights"] != "transported":
-        return pairs.pos.new_zeros(())  # not used
     gathered = {name: gather(getattr(pairs, name), group) for name in PER_ANCHOR}
     with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
         return _uncompiled(_couple, pairs._replace(**gathered), options)
@@ -832,7 +824,7 @@ def _couple(pairs, options):
     def kernel_of(rows):
         some = pairs.of(rows)
         neg = _who(some, options)[1]
-        return log_weights(neg, neg, neg.new_zeros(()), pairs.t, options)  # potential 0
+        return by_rule(neg, neg, some.potential, some.t, options)  # the potential is still 0
 
     margins = options["absolute_margin"], options["relative_margin"]
     symmetric = pairs.alike and pairs.mask is None and margins == (None, None)
@@ -889,10 +881,11 @@ def mine(
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
     with torch.autocast(device.type, enabled=False):
-        dtype = torch.promote_types(queries.dtype, documents.dtype)
-        queries, documents = unit(queries.to(dtype)), unit(documents.to(dtype))
+        queries = unit(queries)
+        documents = unit(documents).to(queries.dtype)
         if _may_read(queries):
-            _check_finite(queries=queries, documents=documents)
+            _check_finite("queries", queries)
+            _check_finite("documents", documents)
         rows_at_once = min(n, max(128, 2**24 // size))
         # preallocate: fresh memory for each block would cost as much as its selection
         matrix = queries.new_empty(rows_at_once, size)
@@ -901,7 +894,7 @@ def mine(
             own = positives[rows, None]
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
-            limit = _limit(cosines.gather(1, own), absolute_margin, relative_margin)
+            limit = _limit(cosines.gather(1, own), (absolute_margin, relative_margin))
             cosines.masked_fill_(cosines > limit, -INF)
             if labels is not None:
                 cosines.masked_fill_(labels[own] == labels, -INF)
@@ -919,11 +912,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
     on a CPU, if a row has too few candidates."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
-    log_w, enough = _upcast(log_w), True
+    log_w = _upcast(log_w)
     if _may_read(log_w):
-        enough = k <= (log_w > FAR).sum(-1).amin()
-    allowed = "at least 1, and at most the number of candidates of weight above 0"
-    _require(k >= 1 and enough, "k", k, allowed)
+        most = (log_w > FAR).sum(-1).amin().item()
+        allowed = f"from 1 to {most}, as many as a row has candidates of weight above 0"
+        _require(1 <= k <= most, "k", k, allowed)
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
     noise = torch.empty_like(log_w).exponential_(generator=generator)
     noise = noise.log().clamp_min(-99)  # clamp: −∞ − log 0 would be NaN
@@ -934,17 +927,18 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
 # gets some anchors at a time.
 
-# Fresh pages of memory would cost more than the arithmetic of a block. glibc keeps freed memory for
-# the next block, up to twice the largest piece ever freed: this one, freed at once, makes it 62 MB.
+# glibc hands a freed piece of memory back to the system if it is large, and fresh pages cost more
+# than the arithmetic of a block. What counts as large is twice the largest piece ever freed in the
+# process: so free one of 31 MB, once, and blocks of up to 62 MB are kept for the next block.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
-def _evaluate(pairs, potential, options):
+def _evaluate(pairs, options):
     """Compute the losses of all anchors, (A,), or their mean or sum."""
     size = _block_size(pairs, options)
     if size > 0:
-        return _uncompiled(_in_blocks, pairs, potential, options, size)
-    return _reduce(answer(pairs, potential, options).losses, options)
+        return _uncompiled(_in_blocks, pairs, options, size)
+    return _reduce(answer(pairs, options).losses, options)
 
 
 def _reduce(losses, options):
@@ -959,48 +953,44 @@ def _block_size(pairs, options):
         return 0  # these rows take D times the memory of their products: blocks would save little
     if options["block_size"] is not None:
         return options["block_size"]
-    on_cpu, columns = pairs.anchors.device.type == "cpu", len(pairs.candidates)
-    if len(pairs.anchors) * columns <= (2**18 if on_cpu else 2**24):
+    columns = len(pairs.candidates)
+    at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
+    if len(pairs.anchors) * columns <= at_once:
         return 0
-    return max(64, (2**20 if on_cpu else 2**25) // columns)
+    return max(64, 4 * at_once // columns)
 
 
 def _slices(n, size):
     return [slice(start, start + size) for start in range(0, n, size)]
 
 
-def _in_blocks(pairs, potential, options, size):
+def _in_blocks(pairs, options, size):
     """Do what `_evaluate` does, some anchors at a time."""
-    t = pairs.t
-    if not torch.is_tensor(t):
-        t = pairs.pos.new_full((), t)
-    tensors = [pairs.anchors, pairs.pos, pairs.candidates, t, potential]
-    if not torch.is_grad_enabled():
-        return _reduce(_run_blocks(pairs, options, size, tensors)[0], options)
-    if _has_own_function(options):
-        tensors += _held(pairs, potential, options)
-    return _InBlocks.apply(pairs, options, size, *tensors)
+    learned, tensors = [], []
+    if torch.is_grad_enabled():
+        learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
+        tensors = [getattr(pairs, name) for name in learned] + _held(pairs, options)
+    return _InBlocks.apply(pairs, options, size, learned, *tensors)
 
 
 class _InBlocks(torch.autograd.Function):
     """Know the gradient of `_in_blocks`, storing no more than the size of the embeddings.
     That of a mean or sum is computed with it. That of single losses is known in the backward pass
-    alone, which computes each block again."""
+    alone, which computes each block again. tensors: the fields `learned` of pairs, and what
+    functions of one's own hold."""
 
     @staticmethod
-    def forward(ctx, pairs, options, size, *tensors):
-        learned = [k for k, learns in enumerate(ctx.needs_input_grad[3:]) if learns]
-        ctx.run, ctx.learned = (pairs, options, size), learned
-        if _has_own_function(options):
-            ctx.random = torch.get_rng_state(), *get_device_states(*tensors)
-        if options["reduction"] == "none" or not learned:
-            losses, _ = _run_blocks(*ctx.run, tensors)
-            ctx.save_for_backward(*tensors)
+    def forward(ctx, pairs, options, size, learned, *tensors):
+        ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
+        if options["reduction"] == "none" or not tensors:
+            losses, _ = ctx.run()
+            # candidates: so that autograd tells if they have changed before the backward pass
+            ctx.save_for_backward(pairs.candidates, *tensors)
         else:
             by_losses = torch.ones_like(pairs.pos[:, 0])
             if options["reduction"] == "mean":
                 by_losses /= len(by_losses)
-            losses, slopes = _run_blocks(*ctx.run, tensors, learned, by_losses)
+            losses, slopes = ctx.run(tensors, by_losses)
             ctx.save_for_backward(*slopes)
         return _reduce(losses, options)
 
@@ -1010,57 +1000,40 @@ class _InBlocks(torch.autograd.Function):
             raise RuntimeError("to differentiate this loss twice, give it block_size=0")
         if by_value.ndim == 0:
             slopes = [by_value * slope for slope in ctx.saved_tensors]
-        elif _has_own_function(ctx.run[1]):
-            state, devices, states = ctx.random
-            with torch.random.fork_rng(devices=devices):
-                torch.set_rng_state(state)  # it draws the same again
-                set_device_states(devices, states)
-                _, slopes = _run_blocks(*ctx.run, ctx.saved_tensors, ctx.learned, by_value)
         else:
-            _, slopes = _run_blocks(*ctx.run, ctx.saved_tensors, ctx.learned, by_value)
-        everything = [None] * len(ctx.needs_input_grad)
-        for k, slope in zip(ctx.learned, slopes, strict=True):
-            everything[3 + k] = slope
-        return tuple(everything)
+            _, slopes = ctx.run(ctx.saved_tensors[1:], by_value)
+        return None, None, None, None, *slopes
 
 
-def _run_blocks(pairs, options, size, tensors, learned=(), by_losses=None):
-    """Compute the losses (A,) in blocks, and the gradient of by_losses · losses in some tensors."""
+def _run_blocks(pairs, options, size, learned, tensors=(), by_losses=None):
+    """Compute the losses (A,) in blocks, and the gradient of by_losses · losses in the tensors."""
     # preallocate: what is made in a block and stays would keep the memory of the block from reuse
     losses = torch.empty_like(pairs.pos[:, 0])
-    slopes = [torch.zeros_like(tensors[k]) for k in learned]
+    slopes = [torch.zeros_like(x) for x in tensors]
+    held = list(tensors[len(learned) :])
     for rows in _slices(len(losses), size):
-        places = [rows, rows] + [...] * len(tensors)  # anchors and pos are cut, the others shared
-        leaves = [x.detach()[place] for x, place in zip(tensors[:5], places, strict=False)]
-        leaves += tensors[5:]  # what functions hold
-        wanted = [leaves[k].requires_grad_() for k in learned]
-        anchors, pos, candidates, t, potential = leaves[:5]
-        some = pairs.of(rows)._replace(anchors=anchors, pos=pos, candidates=candidates, t=t)
-        with torch.set_grad_enabled(len(learned) > 0):
-            part = answer(some, potential, options).losses
+        some = pairs.of(rows)
+        leaves = {name: getattr(some, name).detach().requires_grad_() for name in learned}
+        with torch.set_grad_enabled(len(tensors) > 0):
+            part = answer(some._replace(**leaves), options).losses
         losses[rows] = part.detach()
-        if learned:
+        if tensors:
             # what functions hold may have a graph of its own, which each block goes through
-            again = {"retain_graph": len(tensors) > 5, "materialize_grads": True}
+            again = {"retain_graph": len(held) > 0, "materialize_grads": True}
+            wanted = list(leaves.values()) + held
             by_wanted = torch.autograd.grad(part, wanted, by_losses[rows], **again)
-            for k, slope, found in zip(learned, slopes, by_wanted, strict=True):
-                slope[places[k]] += found
+            for name, slope, found in zip_longest(learned, slopes, by_wanted):
+                place = rows if name in PER_ANCHOR else ...
+                slope[place] += found
     return losses, slopes
 
 
-def _has_own_function(options):
-    return callable(options["weights"]) or callable(options["objective"])
-
-
-def _held(pairs, potential, options):
+def _held(pairs, options):
     """List what functions of one's own hold and learn: the leaves that autograd meets in a call."""
-    t = pairs.t.detach() if torch.is_tensor(pairs.t) else pairs.t
-    alone = {name: getattr(pairs, name).detach() for name in ("anchors", "pos", "candidates")}
-    some = pairs._replace(t=t, **alone).of(slice(0, 1))
-    devices, _ = get_device_states(pairs.anchors)
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one anchor is no reason to warn
-        losses = answer(some, potential.detach(), options).losses
+    if not (callable(options["weights"]) or callable(options["objective"])):
+        return []
+    alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
+    losses = answer(pairs._replace(**alone).of(slice(0, 1)), options).losses
     nodes, seen, leaves = [losses.grad_fn], {None}, []
     while nodes:
         node = nodes.pop()
@@ -1075,13 +1048,8 @@ def _held(pairs, potential, options):
 def _uncompiled(function, *arguments):
     """Call a function as it is, in compiled code too: there it is a break of the graph."""
     if torch.compiler.is_compiling():
-        function = _disable(function)
+        function = torch.compiler.disable(function)  # here, as it takes seconds to import
     return function(*arguments)
-
-
-@functools.cache
-def _disable(function):  # torch's compiler takes seconds to import: not before it is used
-    return torch.compiler.disable(function)
 
 
 def _as_one_process(value, reduction, group):
@@ -1205,8 +1173,7 @@ def _require(valid, name, got, allowed):
 def _warn(message):
     """Warn at the line that called this file, past torch's wrappers."""
     frame, level = sys._getframe(), 1
-    inside = re.compile(rf"({re.escape(__name__)}|torch\b.*)$")
-    while frame and inside.match(frame.f_globals.get("__name__", "")):
+    while frame and frame.f_globals.get("__name__", "").startswith((__name__, "torch.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -1232,10 +1199,9 @@ def settle(given: Options) -> Options:
         options["tau_plus"] = 0.0
     if options["detach_weights"] is None:
         options["detach_weights"] = options["weights"] == "transported"
-    exactly = options["weights"] in EXACTLY_DEBIASED and options["objective"] in OF_LOGITS
-    allowed = f"'published'; 'exact' is for weights {', '.join(EXACTLY_DEBIASED)}, "
-    allowed += f"objectives {', '.join(OF_LOGITS)}"
-    _require(options["debias"] == "published" or exactly, "debias", "'exact'", allowed)
+    possible = options["debias"] == "published" or options["weights"] in EXACTLY_DEBIASED
+    allowed = f"'published', unless weights is one of {', '.join(EXACTLY_DEBIASED)}"
+    _require(possible, "debias", "'exact'", allowed)
     return options
 
 
@@ -1250,7 +1216,8 @@ def _check_option(name, value):
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
         kind = numbers.Integral if name == "block_size" else numbers.Real
-        _check_number(name, value, *allowed, kind)
+        low, high = allowed
+        _check_number(name, value, low, high, kind)
     else:
         known = isinstance(value, (str, bool)) and value in allowed
         _require(known, name, repr(value), f"one of {', '.join(map(str, allowed))}")
@@ -1268,8 +1235,7 @@ def _check_call(views, negatives, positive_index, negative_mask, labels, group, 
     several = "at least two floating tensors (B, D) of one shape; labels go in labels="
     _require(len(views) >= 2, "views", [_describe(view) for view in views], several)
     for i, view in enumerate(views):
-        fits = torch.is_tensor(view) and view.is_floating_point()
-        fits = fits and view.shape == views[0].shape and _has_shape(view, ("B", "D"))
+        fits = _fits(view, "floating", ("B", "D")) and view.shape == views[0].shape
         _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
     known = group is None or isinstance(group, distributed.ProcessGroup)
     _require(known, "group", repr(group), "a torch.distributed process group, or None")
@@ -1296,17 +1262,23 @@ def _check_call(views, negatives, positive_index, negative_mask, labels, group, 
 
 
 def _check_tensor(name, x, kind, *shapes):
-    """Check the kind and shape of a tensor, unless it is None.
-    A letter in a shape stands for any length above 0."""
+    """Check the kind and shape of a tensor, unless it is None."""
     if x is None:
         return
     if kind != "floating" and not torch.is_tensor(x):  # labels, say, may be a list
         x = torch.as_tensor(x)
-    fits = torch.is_tensor(x) and any(_has_shape(x, shape) for shape in shapes)
-    fits = fits and kind in (None, _kind_of(x))
+    fits = any(_fits(x, kind, shape) for shape in shapes)
     sizes = [f"({', '.join(map(str, shape))})" for shape in shapes]
     words = f"{kind} tensor" if kind else "tensor"
     _require(fits, name, _describe(x), f"a {words} {' or '.join(sizes)}")
+
+
+def _fits(x, kind, shape):
+    """Whether x is a tensor of a kind and a shape, where a letter is any length above 0."""
+    if not torch.is_tensor(x) or x.ndim != len(shape) or kind not in (None, _kind_of(x)):
+        return False
+    sizes = zip(x.shape, shape, strict=True)
+    return all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
 
 
 def _kind_of(x):
@@ -1315,17 +1287,12 @@ def _kind_of(x):
     return "boolean" if x.dtype == torch.bool else "whole"
 
 
-def _has_shape(x, shape):
-    sizes = zip(x.shape, shape, strict=False)
-    return x.ndim == len(shape) and all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
-
-
 def _check_rows(name, index, n):
     """Check, on a CPU, that numbers of rows lie between 0 and n − 1."""
     if index is None or torch.is_tensor(index) and not _may_read(index):
         return
-    rows = index.tolist() if torch.is_tensor(index) else list(index)
-    low, high = min(rows, default=0), max(rows, default=0)
+    rows = index.tolist() if torch.is_tensor(index) else index
+    low, high = min(rows), max(rows)
     _require(low >= 0 and high < n, name, f"from {low} to {high}", f"from 0 to {n - 1}")
 
 
@@ -1334,12 +1301,10 @@ def _check_result(name, result, shape):
     _require(fits, name, f"a function to {_describe(result)}", f"one to a tensor {tuple(shape)}")
 
 
-def _check_finite(*views, **named):
-    named |= {f"views[{i}]": view for i, view in enumerate(views)}
-    for name, x in named.items():
-        # a finite sum says that all are finite, much faster; but a sum can also overflow
-        if x is not None and not x.sum().isfinite() and not x.isfinite().all():
-            raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
+def _check_finite(name, x):
+    # a finite sum says that all are finite, much faster; but a sum can also overflow
+    if x is not None and not x.sum().isfinite() and not x.isfinite().all():
+        raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
 
 
 def _describe(x):
@@ -1391,18 +1356,17 @@ def view(
     draws = draws.to(x.dtype)
     with torch.autocast(x.device.type, enabled=False):  # 16 bits cannot tell pixels apart
         x = _crop(x, draws[:, :5], area, ratio, flip)
-        changes = jitter, brightness, contrast, saturation, hue, gray
-        x = _recolour(x, draws[:, 5:11], *changes)
+        x = _recolour(x, draws[:, 5:11], jitter, brightness, contrast, saturation, hue, gray)
         if blur > 0:
-            x = _blur(x, _between(draws[:, 11], *sigma), draws[:, 12] < blur)
+            x = _blur(x, _between(draws[:, 11], sigma), draws[:, 12] < blur)
     return x.clamp(0, 1)
 
 
 def _crop(x, draws, area, ratio, flip):
     """Cut a crop out of each image, and resize and mirror it: say where each pixel comes from."""
     for_area, for_ratio, for_x, for_y, for_flip = draws.unbind(1)  # (B,) each
-    share = _between(for_area, *area)
-    aspect = _between(for_ratio, math.log(ratio[0]), math.log(ratio[1])).exp()
+    share = _between(for_area, area)
+    aspect = _between(for_ratio, (math.log(ratio[0]), math.log(ratio[1]))).exp()
     width = (share * aspect).sqrt().clamp_max(1)  # 1 is the whole image
     height = (share / aspect).sqrt().clamp_max(1)
     center_x = (1 - width) * (2 * for_x - 1)  # coordinates go from −1 to 1
@@ -1418,11 +1382,11 @@ def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
     """Go from rgb to yiq, scale and turn chroma, and go back: a matrix and an offset an image."""
     for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws.unbind(1)
     changed = (for_jitter < jitter).to(x.dtype)  # 1 or 0
-    light = 1 + changed * _between(for_light, -brightness, brightness)
-    spread = 1 + changed * _between(for_contrast, -contrast, contrast)
-    colour = 1 + changed * _between(for_colour, -saturation, saturation)
+    light = 1 + changed * _within(for_light, brightness)
+    spread = 1 + changed * _within(for_contrast, contrast)
+    colour = 1 + changed * _within(for_colour, saturation)
     colour = colour * (for_gray >= gray)
-    angle = changed * _between(for_hue, -hue, hue) * 2 * math.pi
+    angle = changed * _within(for_hue, hue) * 2 * math.pi
     cos = angle.cos() * colour
     sin = angle.sin() * colour
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
@@ -1440,8 +1404,13 @@ def _floats(images):  # half precision is too coarse for the coordinates of pixe
     return _upcast(images)
 
 
-def _between(draw, low, high):
+def _between(draw, ends):
+    low, high = ends
     return low + (high - low) * draw
+
+
+def _within(draw, x):
+    return _between(draw, (-x, x))
 
 
 @functools.lru_cache
@@ -1479,9 +1448,8 @@ class Encoder(nn.Module):
 
     def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
-        self.name, self.dim, self.size = name, dim, size
-        known = ("small", "resnet18", "resnet50")
-        _require(name in known, "name", name, "small, resnet18 or resnet50")
+        known = name in ("small", "resnet18", "resnet50")
+        _require(known, "name", name, "small, resnet18 or resnet50")
         if name == "small":
             _require(size % 2 == 0, "size", size, "even for the small encoder")
             layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels at once: half the work
@@ -1515,7 +1483,7 @@ class MemoryBank(nn.Module):
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
-        _check_number("momentum", momentum, 0, math.nextafter(1, 0), numbers.Real)
+        _check_number("momentum", momentum, 0, 1 - 1e-9, numbers.Real)
         self.momentum = momentum
         self.register_buffer("rows", unit(rows.detach()))
 
@@ -1540,8 +1508,8 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
             value.copy_(leaders[name])
 
 
-def _descend(loss, optimizer, name, group=None, read=False):
-    """Step an optimizer, gradients averaged over ranks.
+def _descend(loss, optimizer, name, read=False):
+    """Step an optimizer.
     FloatingPointError if the loss of `name` is not finite. To read it, the host waits for a GPU: so
     on a GPU only steps with `read` check it."""
     if (read or _may_read(loss)) and not loss.isfinite():
@@ -1549,36 +1517,19 @@ def _descend(loss, optimizer, name, group=None, read=False):
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
         optimizer.zero_grad()
         loss.backward()
-        if group is not None:
-            _average_gradients(optimizer, group)
         optimizer.step()
     torch.clear_autocast_cache()  # it holds the weights of before; later calls need the new ones
-
-
-def _average_gradients(optimizer, group):
-    """Average gradients over ranks, all in one tensor: one long message is faster than many."""
-    learned = [x for part in optimizer.param_groups for x in part["params"] if x.grad is not None]
-    flat = torch.cat([x.grad.flatten() for x in learned])
-    distributed.all_reduce(flat, group=group)
-    flat /= distributed.get_world_size(group)
-    for x, mean in zip(learned, flat.split([x.numel() for x in learned]), strict=True):
-        x.grad.copy_(mean.view_as(x))
 
 
 @torch.no_grad()
 def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images (n, 3, H, W), on any device. The encoder works in eval mode and returns to its own modes:
-    there is no gradient, and no BatchNorm buffer changes."""
-    modes = {module: module.training for module in encoder.modules()}
-    encoder.eval()
+    images (n, 3, H, W), on any device. A copy of the encoder works, in eval mode: there is no
+    gradient, and the encoder's modes and BatchNorm buffers stay as they are."""
+    encoder = copy.deepcopy(encoder).eval()
     weight = next(encoder.parameters())  # of the encoder's device and dtype
-    try:
-        parts = images.split(batch_size)
-        outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    parts = images.split(batch_size)
+    outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
     features, z = zip(*outputs, strict=True)
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
@@ -1586,17 +1537,11 @@ def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
 @torch.no_grad()
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
-    z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D. [4] plots its negative.
-    Ref: [5]; [4] Eq. 10"""
-    z, n = unit(z), len(z)
-    _require(n >= 2, "z", _describe(z), "(n, D) of at least two rows")
-    sums = []
-    for k, rows in enumerate(z.split(1000)):
-        with torch.autocast(z.device.type, enabled=False):
-            exponents = -t * (2 - 2 * rows @ z.T)  # (1000, n)
-        exponents.diagonal(1000 * k).fill_(-INF)  # no row pairs with itself
-        sums.append(exponents.logsumexp(1))
-    return torch.cat(sums).logsumexp(0) - math.log(n) - math.log(n - 1)
+    z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D, and the memory of n²/2
+    distances. [4] plots its negative. Ref: [5]; [4] Eq. 10"""
+    _require(len(z) >= 2, "z", _describe(z), "(n, D) of at least two rows")
+    exponents = -t * F.pdist(unit(z)).square()
+    return exponents.logsumexp(0) - math.log(len(exponents))
 
 
 @torch.no_grad()
@@ -1739,11 +1684,11 @@ class Game(nn.Module):
         ascent_lr: float = 1e-4,
     ):
         super().__init__()
-        _check_number("momentum", momentum, 0, math.nextafter(1, 0), numbers.Real)
+        _check_number("momentum", momentum, 0, 1 - 1e-9, numbers.Real)
         _check_number("pretrain", pretrain, 0)
         _check_number("every", every, 1)
         _check_number("batch_size", batch_size, 2)
-        self.size, self.pairs, self.ascent, self.momentum = size, pairs, ascent, momentum
+        self.pairs, self.ascent, self.momentum = pairs, ascent, momentum
         self.pretrain, self.every, self.batch_size = pretrain, every, batch_size
         self.taken = 0  # steps of the encoder
         self.G = Generator(size, width, latent)
@@ -1821,7 +1766,7 @@ class SimCLR(nn.Module):
     criterion: a ContrastiveLoss; view_options: of `view`. Ref: [6] Algorithm 1"""
 
     pretrain = 0  # epochs before the encoder begins
-    scheduled = ()  # further optimizers, at rates by the recipe
+    scheduled = []  # further optimizers, at rates by the recipe
 
     def __init__(self, criterion: nn.Module, view_options: dict | None = None):
         super().__init__()
@@ -1869,12 +1814,12 @@ class Bank(SimCLR):
         z = embed(encoder, images)[1]
         self.bank = MemoryBank(z - z.mean(0), momentum)
 
-    def step(self, encoder, images, index, generator, group=None, **options):
+    def step(self, encoder, images, index, generator, **options):
         z = unit(self.embed_views(encoder, generator, images)[0])
-        self.seen_index, self.seen_z = gather(index, group), gather(z.detach(), group)
+        self.seen_index, self.seen_z = index, z.detach()
         rows = self.bank.rows
         given = {"negatives": rows, "positive_index": index, "normalize": False}
-        return self.contrast(z, rows[index], group=group, **given, **options)
+        return self.contrast(z, rows[index], **given, **options)
 
     def after_step(self):
         self.bank.update(self.seen_index, self.seen_z)
@@ -1883,7 +1828,7 @@ class Bank(SimCLR):
 class DiffHard(SimCLR):
     """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
     criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
-    Figures: "pair", the mean cosine of G(z) and G_ema(z), and those of `Game.imitate`.
+    Figures: those of `Game.imitate`.
     Ref: [3] Algorithm 1"""
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
@@ -1893,13 +1838,12 @@ class DiffHard(SimCLR):
         _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
         self.game = game
         self.pretrain = game.pretrain
-        self.scheduled = (game.optimizers["ascent"],)
+        self.scheduled = [game.optimizers["ascent"]]
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
         game = self.game.train()
-        self.real = _floats(images)
-        self.generator = generator
-        self.read = return_stats
+        real = _floats(images)
+        self.last = real, generator, return_stats  # for after_step
         self.pretraining = encoder is None
         self.game_moves = self.pretraining or game.taken % game.every == 0
         if self.pretraining:
@@ -1908,16 +1852,13 @@ class DiffHard(SimCLR):
         # Step 1: form the batch: N generated images in N/2 pairs, N real ones; two views of each
         with torch.set_grad_enabled(self.game_moves and game.ascent):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
-        batch = torch.cat([generated, self.real])  # (2N, 3, H, W)
+        batch = torch.cat([generated, real])  # (2N, 3, H, W)
         alone = len(latent) + torch.arange(len(images), device=latent.device)
         options["labels"] = torch.cat([latent, alone])  # (2N,)
         z, other = self.embed_views(encoder, generator, batch, batch)
         # Step 2: train the main model: the loop descends this loss; its gradient reaches G as well
         loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
         game.optimizers["ascent"].zero_grad()
-        if return_stats and game.pairs:
-            leaders, followers = _upcast(z.detach()[: len(generated)]).chunk(2)
-            figures["pair"] = F.cosine_similarity(leaders, followers).mean()
         return loss, figures
 
     def after_step(self):
@@ -1927,12 +1868,14 @@ class DiffHard(SimCLR):
         if self.game.ascent and not self.pretraining:
             self.game.optimizers["ascent"].step()  # Eq. 4
         self.game.follow()  # Eq. 7
-        figures = self.game.imitate(self.real, self.generator, self.read)  # Eq. 5
-        looks = not self.pretraining and (self.read or _may_read(self.real))
+        real, generator, read = self.last
+        figures = self.game.imitate(real, generator, read)  # Eq. 5
+        looks = not self.pretraining and (read or _may_read(real))
         if looks and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
-            message = "the generator has collapsed, or the discriminator tells all its images from "
-            message += "real ones: lower the game's ascent_lr or lr, or raise pretrain or every"
-            warnings.warn(message, stacklevel=2)
+            _warn(
+                "the generator has collapsed, or the discriminator tells all its images from "
+                "real ones: lower the game's ascent_lr or lr, or raise pretrain or every"
+            )
         return figures
 
 
@@ -2005,14 +1948,12 @@ class Training:
     schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
     micro_batch  images that the encoder takes at a time; None: all
     bfloat16     autocast of the encoder; None: if the hardware computes in bfloat16
-    group        a torch.distributed process group: each rank takes its share of every batch. The
-                 loss is that of one process, but for BatchNorm. Up to ranks − 1 images of a batch
-                 are left out
     seed         of order, views and latents: the same seed repeats the run, on a GPU up to rounding
     A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth
     of an epoch, statistics, too. Epochs below 0 are the pre-training, without a loss.
     FloatingPointError if a loss is not finite; on a GPU only steps with statistics look.
-    After a step (with a group, an epoch) state_dict() holds all that load_state_dict() needs."""
+    After a step state_dict() holds all that load_state_dict() needs. To train in several processes,
+    write a loop with DistributedDataParallel, and give the loss its group."""
 
     def __init__(
         self,
@@ -2027,7 +1968,6 @@ class Training:
         schedules: dict | None = None,
         micro_batch: int | None = None,
         bfloat16: bool | None = None,
-        group: distributed.ProcessGroup | None = None,
         seed: int = 0,
     ):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
@@ -2037,22 +1977,14 @@ class Training:
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
         self.images, self.schedules = images, schedules or {}
-        self.micro_batch, self.group, self.seed = micro_batch, group, seed
+        self.micro_batch, self.seed = micro_batch, seed
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
-        self.rank, self.ranks = 0, 1
-        if group is not None:
-            _require(not method.scheduled, "group", "given", "None: one process plays a game")
-            self.rank = distributed.get_rank(group)
-            self.ranks = distributed.get_world_size(group)
-            for value in (*encoder.state_dict().values(), *method.state_dict().values()):
-                distributed.broadcast(value, group=group, group_src=0)  # all begin as the first
-        least = max(2, self.ranks)  # images in a batch
-        _check_number("images", len(images), least)
+        _check_number("images", len(images), 2)
         _check_number("epochs", self.recipe["epochs"], 1)
-        _check_number("batch_size", self.recipe["batch_size"], least)
+        _check_number("batch_size", self.recipe["batch_size"], 2)
         _check_number("lr", self.recipe["lr"], 1e-12, 1e6, numbers.Real)
         batches = math.ceil(len(images) / self.recipe["batch_size"])
-        self.steps_per_epoch = min(batches, len(images) // least)  # batches of nearly one size
+        self.steps_per_epoch = min(batches, len(images) // 2)  # batches of nearly one size
         self.epochs = self.recipe["epochs"]
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
         self.epoch, self.step_in_epoch = -method.pretrain, 0  # of the next step
@@ -2060,8 +1992,8 @@ class Training:
             {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
-        optimizer, self.rate = OPTIMIZERS[recipe]
         fused = self.device.type != "cpu"  # one launch for all parameters
+        optimizer, self.rate = OPTIMIZERS[recipe]
         self.optimizer = optimizer(parts, self.recipe["lr"], fused=fused)
 
     def __iter__(self) -> Iterator[dict]:
@@ -2082,18 +2014,16 @@ class Training:
                 yield figures | place
 
     def _step(self, index, position):
-        """Take a step with this rank's share of the images at index → figures."""
+        """Take a step with the images at index → figures."""
         encoder_steps = self.epochs * self.steps_per_epoch
         progress = max(0, position) / encoder_steps  # a position below 0 is in the pre-training
         rate = self.rate(progress, 1 / encoder_steps)
-        for optimizer in (self.optimizer, *self.method.scheduled):
+        for optimizer in [self.optimizer] + self.method.scheduled:
             for part in optimizer.param_groups:
                 part.setdefault("initial_lr", part["lr"])
                 part["lr"] = part["initial_lr"] * rate
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}
         read = 10 * self.step_in_epoch % self.steps_per_epoch < 10  # every tenth of an epoch
-        share = len(index) // self.ranks  # the same number for each rank
-        index = index[self.rank * share : (self.rank + 1) * share]
         images = self.images[index]
         if self.device.type == "cuda" and images.device.type == "cpu":
             images = images.pin_memory()  # else the host would wait for the copy
@@ -2105,16 +2035,16 @@ class Training:
             if self.micro_batch is not None:
                 encoder = in_micro_batches(encoder, self.micro_batch)
         # each step has a seed of its own, so that a resumed run repeats it
-        seed = (self.seed * 10**9 + position) * self.ranks + self.rank
+        seed = self.seed * 10**9 + position
         generator = torch.Generator(self.device).manual_seed(seed)
-        asked = options | {"group": self.group, "return_stats": read}
+        asked = options | {"return_stats": read}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             loss, figures = self.method.step(encoder, images, index, generator, **asked)
             if encoder is not None:
-                _descend(loss, self.optimizer, "encoder", self.group, read)
+                _descend(loss, self.optimizer, "encoder", read)
                 figures = {"loss": loss.detach()} | figures | options
             figures |= self.method.after_step() or {}
-        return figures | {"images": share * self.ranks}
+        return figures | {"images": len(index)}
 
     def state_dict(self) -> dict:
         """Return all that a run needs to go on: tensors that train on, so save or deepcopy them."""

@@ -188,7 +188,7 @@ def weigh(name, pos, neg, **options):
     pos, neg = masked(pos), masked(neg)
     potential = neg.new_zeros(())
     if name == "transported":
-        kernel = hardneg.log_weights(neg, neg, potential, t, options)
+        kernel = hardneg.by_rule(neg, neg, potential, t, options)
         potential = couple(kernel)[1]
     return hardneg.weigh(pos, neg, log_count(neg), potential, t, options)
 
@@ -483,7 +483,7 @@ def play(game, encoder, real, lr=0.0, turn=True, **options):
 
 
 def by_hand(game, encoder, real):
-    """Compute the loss of `play` as Step 1 of [3]'s Algorithm 1 says, and the cosine of a pair."""
+    """Compute the loss of `play` as Step 1 of [3]'s Algorithm 1 says."""
     generator, each = seeded(3), 2 if game.pairs else 1
     z = game.latents(len(real) // each, generator)
     fakes = [network(z) for network in (game.G, game.G_ema)[:each]]
@@ -492,9 +492,7 @@ def by_hand(game, encoder, real):
     rows = encoder(torch.cat(views))[1]
     labels = [*range(len(z))] * each + [*range(100, 100 + len(real))]
     name = "ppcl" if game.pairs else "simclr"
-    loss = contrastive_loss(*rows.chunk(2), loss=name, labels=labels)
-    one, other = hardneg.unit(rows[: 2 * len(z)].detach()).chunk(2)
-    return loss, (one * other).sum(1).mean()
+    return contrastive_loss(*rows.chunk(2), loss=name, labels=labels)
 
 
 def make(name, criterion, encoder, images, **options):
@@ -530,7 +528,7 @@ import test_hardneg
 
 torch.distributed.init_process_group("gloo")
 group = torch.distributed.group.WORLD
-found = test_hardneg.losses_of(group), test_hardneg.runs_of(group)
+found = test_hardneg.losses_of(group)
 if torch.distributed.get_rank() == 0:
     torch.save(found, sys.argv[1])
 torch.distributed.barrier()
@@ -582,23 +580,6 @@ def losses_of(group):
     rows = torch.cat([texts, given])  # the README's order
     options["positive_index"] = rank * len(rows) + torch.arange(len(share))
     add(contrastive_loss(images, texts, **options | {"negatives": hardneg.gather(rows, group)}))
-    return found
-
-
-def runs_of(group):
-    """Train with every method for several processes → the state and the figures."""
-    found, view, images = [], hardneg.view, shapes(25, seed=1, size=8)[0]
-    hardneg.view = lambda images, *_, **__: images / 255  # each rank draws its own views
-    for name in ("simclr", "bank"):
-        encoder = Plain()
-        method = make(name, hardneg.ContrastiveLoss("hcl", tau_plus=0.01), encoder, images)
-        if group is not None:  # all begin as the first
-            encoder.layers[0].bias.data += torch.distributed.get_rank(group)
-        options = {"epochs": 2, "batch_size": 12, "lr": 0.1, "bfloat16": False, "group": group}
-        training = hardneg.Training(encoder, images[:24], method, "sgd", **options)
-        seen = [(p["loss"], torch.tensor(p["images"])) for p in training]
-        found += tensors_of((training.state_dict(), seen))
-    hardneg.view = view
     return found
 
 
@@ -1212,23 +1193,33 @@ class TestFunctions:
 
     @pytest.mark.parametrize("part", ["weights", "objective"])
     @pytest.mark.parametrize("reduction", ["mean", "none"])
-    def test_may_have_parameters_and_be_random(self, part, reduction):
+    def test_may_have_parameters(self, part, reduction):
         x = embeddings(1, 2, 6, 3)
         learned = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
 
         def function(*logits):
-            noise = torch.randn(len(logits[0]), dtype=torch.float64)
             if part == "weights":
-                return learned * logits[0].clamp_min(-9) + noise[:, None]
+                return learned * logits[0].clamp_min(-9)
             total = torch.logsumexp(torch.cat(logits[:2], 1), 1)
-            return learned * (total - logits[0][:, 0]) * noise
+            return learned * (total - logits[0][:, 0])
 
         slopes = []
         for size in (0, 4):
-            torch.manual_seed(0)
             value = contrastive_loss(*x, **{part: function}, reduction=reduction, block_size=size)
             slopes += torch.autograd.grad(value.sum(), learned)
         close(*slopes, 1e-12)
+
+    @pytest.mark.parametrize("size", [0, 4])
+    def test_may_be_random(self, size):
+        x = embeddings(1, 2, 6, 3)
+        learned = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+        def judge(pos, neg, log_w):
+            return learned * pos[:, 0] * torch.randn(len(pos), dtype=torch.float64)
+
+        value = contrastive_loss(*x, objective=judge, block_size=size)
+        (slope,) = torch.autograd.grad(value, learned)
+        close(slope * learned, value, 1e-12)  # of the same draw
 
     @pytest.mark.parametrize("objective", ["nce", "decoupled", "own"])
     @pytest.mark.parametrize("tau_plus", [0.0, 0.1])
@@ -1361,7 +1352,6 @@ class TestContrastiveLossModule:
             close(module(x, y, **options), contrastive_loss(x, y, **settled), 1e-12)
         settled = module.options["weights"], module.options["objective"]
         assert settled == hardneg.PRESETS["hcl"][:2] and not module.state_dict()
-        assert repr(module) == "ContrastiveLoss(loss=hcl, beta=2.0, temperature=0.3)"
 
     @pytest.mark.parametrize("name", ["weights", "objective"])
     def test_a_module_as_a_part_is_trained(self, name):
@@ -1383,7 +1373,7 @@ class TestContrastiveLossModule:
         x, y = embeddings(3, 2, 4, 3)
         learned = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
         module = hardneg.ContrastiveLoss("hcl", temperature=learned)
-        assert list(module.parameters()) == [learned] and "temperature=learned" in repr(module)
+        assert list(module.parameters()) == [learned]
         want = contrastive_loss(x, y, loss="hcl", temperature=0.1)
         close(module(x, y, temperature=0.1), want, 1e-12)
         module.load_state_dict({"temperature": torch.tensor(0.75, dtype=torch.float64)})
@@ -2011,9 +2001,11 @@ class TestInvalidArguments:
                 assert torch.is_tensor(value) or str(value) in str(caught.value)
 
     def test_exact_debiasing_is_not_for_all(self):
-        """A coupling has no potential for positives, a function no weight, simple no τ⁺."""
-        for other in ({"loss": "ot"}, {"weights": lambda s: s}, {"loss": "simple"}):
-            with pytest.raises(hardneg.InvalidArgument, match="^debias is .* weights unif"):
+        """A coupling has no potential for positives, a function no weight."""
+        for other in ({"loss": "ot"}, {"weights": lambda s: s}):
+            with pytest.raises(
+                hardneg.InvalidArgument, match="^debias is .* weights is one of unif"
+            ):
                 contrastive_loss(*embeddings(1, 2, 4, 3), debias="exact", **other)
 
     SHAPES = [[], [(4, 3)], [(4, 3), (5, 3)], [(4, 3), (4, 2)]]
@@ -2222,7 +2214,7 @@ class TestWhatIsReadRuns:
     EDITS += [("hardest", {"weights": "hardest"}), ("top", {"loss": "hard"})]
     EDITS += [("transported", {"loss": "ot", "detach_weights": False})]
     EDITS += [("transported", {"loss": "ot"}), ("sinkhorn", {"loss": "ot"})]
-    EDITS += [("log_weights", {"loss": "hcl"}), ("nce", {"loss": "simclr"})]
+    EDITS += [("by_rule", {"loss": "hcl"}), ("nce", {"loss": "simclr"})]
     EDITS += [("published", {"loss": "debiased", "tau_plus": 0.01}), ("ppcl", {"loss": "ppcl"})]
     EDITS += [("simple", {"loss": "hard-simple"}), ("decoupled", {"objective": "decoupled"})]
     EDITS += [("triplet", {"loss": "triplet", "margin": 0.5}), ("answer", {"loss": "hcl"})]
@@ -2378,19 +2370,16 @@ class TestGather:
     """With a `group` two processes do what one does that has all samples; `gather` joins rows."""
 
     def test_two_processes_are_one(self, tmp_path):
-        """Losses, gradients and statistics, and runs of training."""
+        """Losses and their gradients."""
         (tmp_path / "ranks.py").write_text(RANKS)
         words = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
         run = start([*words, "ranks.py", "found.pt"], tmp_path)
         _, error = run.communicate(timeout=300)
         assert run.returncode == 0, error
-        founds = torch.load(tmp_path / "found.pt")
-        wanted = losses_of(None), runs_of(None)
-        for found, want, tolerance in zip(founds, wanted, (1e-8, 1e-10), strict=True):
-            for one, two in zip(found, want, strict=True):
-                close(one, two, tolerance if one.dtype == torch.float64 else 1e-6)
+        for one, two in zip(torch.load(tmp_path / "found.pt"), losses_of(None), strict=True):
+            close(one, two, 1e-8)
 
-    def test_a_group_of_one_refuses_second_derivatives_and_games(self, tmp_path):
+    def test_a_group_of_one_refuses_second_derivatives(self, tmp_path):
         meeting = f"file://{tmp_path / 'meeting'}"
         torch.distributed.init_process_group("gloo", meeting, rank=0, world_size=1)
         try:
@@ -2398,8 +2387,6 @@ class TestGather:
             loss = contrastive_loss(x, x, block_size=0, group=group)
             with pytest.raises(RuntimeError, match="a loss over ranks cannot be differentiated"):
                 torch.autograd.grad(loss, x, create_graph=True)
-            with pytest.raises(ValueError, match="^group is"):
-                begin(IMAGES, "diffhard", group=group)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -2628,11 +2615,10 @@ class TestGame:
         images = random_images(n, 8)
         with torch.no_grad():
             game.G_ema.first.bias.add_(torch.linspace(-1, 1, 64))  # the two generators differ
-        loss, cosine = by_hand(game, encoder, images)
+        loss = by_hand(game, encoder, images)
         found, figures = play(game, encoder, images, turn=turn, return_stats=True)
         close(found, loss, 1e-12)
-        assert ("d_loss" in figures) == turn and ("pair" in figures) == pairs
-        close(figures.get("pair", cosine), cosine, 1e-12)
+        assert ("d_loss" in figures) == turn
 
     # encoder, generator, discriminator, follower
     MOVERS = [({}, True, "EGDF"), ({}, False, "E"), ({"pairs": False}, True, "EGDF")]
@@ -2651,10 +2637,10 @@ class TestGame:
 
     def test_the_encoder_descends_what_the_generator_ascends(self):
         """To first order by η|g|² and, for Adam's first step, by η Σ g²/(|g| + 1e-8)."""
-        game = settled(tiny_game(lr=0.0, ascent_lr=1e-6, momentum=1 - 1e-12))
+        game = settled(tiny_game(lr=0.0, ascent_lr=1e-6, momentum=1 - 1e-9))
         encoder, real = hardneg.Encoder(dim=8, size=8).double(), random_images(8, 8)
         game.imitate(real, seeded(1))  # leaves gradients behind, which must not count
-        before, count = by_hand(game, encoder, real)[0], len(list(encoder.parameters()))
+        before, count = by_hand(game, encoder, real), len(list(encoder.parameters()))
         slopes = torch.autograd.grad(before, [*encoder.parameters(), *game.G.parameters()])
         descent = -1e-5 * float(sum(g.square().sum() for g in slopes[:count]))
         ascent = 1e-6 * float(sum((g.square() / (g.abs() + 1e-8)).sum() for g in slopes[count:]))
@@ -2663,7 +2649,7 @@ class TestGame:
             play(game, encoder, real, lr=lr, turn=turn)
             if turn:
                 encoder.load_state_dict(start)  # the encoder's step does not change the generator's
-            change = float((by_hand(game, encoder, real)[0] - before).detach())
+            change = float((by_hand(game, encoder, real) - before).detach())
             assert change == pytest.approx(wanted, rel=0.02)
             encoder.load_state_dict(start)
 

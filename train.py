@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import distributed
 
 import hardneg
 from training import UserError, baselines, command, compare, report, require, runs
@@ -122,7 +121,6 @@ class Options:
     micro_batch: int = option(None, "views in one pass, to save memory", otherwise="all")
     lr: float = option(None, "peak learning rate, above 0")
     weight_decay: float = option(None, "of the encoder")
-    sync_batchnorm: bool = option(False, "under torchrun, on GPUs: over all processes")
     compile: bool = option(False, "compile the encoder: a slow start, then faster on a GPU")
     seed: int = option(0, "of weights, order and views")
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:1")
@@ -196,26 +194,17 @@ CRITERION = [name for name in GROUPS if name in hardneg.DEFAULTS]  # loss, weigh
 # ---- One run, from images to a table -----------------------------------------------------------
 
 
-def run(options: Options, images: Images | None = None, known=None, bar=None) -> dict | None:
+def run(options: Options, images: Images | None = None, known=None, bar=None) -> dict:
     """Train an encoder, measure it, save what was found → the content of results.json.
     Several runs may share images, the figures that `report.measure` knows, and a progress bar."""
-    device, group, rank = runs.join(options.device)
-    options = dataclasses.replace(options, device=device)  # of this process
-    with runs.alone(options.out, rank):
+    with runs.alone(options.out):
         results = runs.finished(options)
-        if results is not None and rank == 0:
-            return report.show_again(options, results, images)
         if results is not None:
-            return None
-        with runs.first_process_first(group, rank):  # it downloads, then the others find the files
-            images = images or read(options)
-        encoder, training = build(options, images, group)
+            return report.show_again(options, results, images)
+        images = images or read(options)
+        encoder, training = build(options, images)
         report.describe(options, training)
         state = runs.restore(training, options)
-        if rank > 0:  # the first process alone measures and writes
-            for _ in training:
-                pass
-            return None
         if state is None:
             state = runs.begin(options.out, images)
         learn(options, training, state, images, bar)
@@ -229,13 +218,11 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
         return results
 
 
-def build(options: Options, images: Images, group=None) -> tuple:
+def build(options: Options, images: Images) -> tuple:
     """Make the encoder and its training as the options say."""
     criterion = build_criterion(options)
     size, device = images.train.shape[-1], images.train.device
     encoder = runs.untrained(options.encoder, size, device, options.seed)
-    if options.sync_batchnorm:
-        encoder = torch.nn.SyncBatchNorm.convert_sync_batchnorm(encoder, group)
     if options.compile:
         encoder.compile()
     schedules = {}
@@ -254,7 +241,6 @@ def build(options: Options, images: Images, group=None) -> tuple:
         options.weight_decay,
         schedules,
         options.micro_batch,
-        group=group,
         seed=options.seed,
     )
     return encoder, training
@@ -300,7 +286,7 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
     n, seen = len(training.images), state["seen"]
     start = time.perf_counter() - state["seconds"]
     done = training.method.pretrain + training.epoch
-    with runs.bar_of(n * options.passes(), bar) as bar, runs.stoppable(training.ranks == 1) as stop:
+    with runs.bar_of(n * options.passes(), bar) as bar, runs.stoppable() as stop:
         runs.skip(bar, n * done + n * training.step_in_epoch // training.steps_per_epoch)
         for figures in training:
             seen.append(figures)
@@ -340,9 +326,6 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
     except MISTAKES as error:
         sys.exit(f"train.py: {error}")
-    finally:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
 
 
 def action_of(given: dict) -> Callable:
@@ -354,9 +337,6 @@ def action_of(given: dict) -> Callable:
     require(len(kinds) < 2, "the command", "of several kinds", "one of compare, evaluate, export")
     rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
     options = rows[0]
-    if kinds or options.method == "diffhard":
-        alone = not distributed.is_torchelastic_launched()
-        require(alone, "the launcher", "torchrun", "python: one process does this")
     if seeds is not None and losses is None:
         print("--seeds has no effect here")
     if labelled is not None:
@@ -400,12 +380,10 @@ def check(options: Options) -> None:
         fits = value is None or least <= value <= most
         require(fits, command.flag_of(name), value, f"from {least} to {most}")
     require(not options.out.is_file(), "--out", options.out, "a folder, not a file")
-    possible = not options.sync_batchnorm or options.device.startswith("cuda")
-    require(possible, "--sync-batchnorm", "on", "off without GPUs")
     size = options.size or 32
     blank = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=options.device)
     labels = torch.arange(4, device=options.device) // 2
-    small = dataclasses.replace(options, sync_batchnorm=False, compile=False, queue_size=1)
+    small = dataclasses.replace(options, compile=False, queue_size=1)
     build(small, Images(blank, labels, blank, labels, ["a", "b"]))
 
 

@@ -76,7 +76,7 @@ def ranks(folder, pixels, labels):
         order = cosines.argsort(1, descending=True)[:, :-1]  # (512, 511), without the anchor
         logits = (cosines / 0.2).fill_diagonal_(hardneg.MASKED)
         potential = report.potential_of(logits, COUPLING)
-        log_w = hardneg.log_weights(logits, logits, potential, 0.2, COUPLING)
+        log_w = hardneg.by_rule(logits, logits, potential, 0.2, COUPLING)
         weights = log_w.exp().gather(1, order).mean(0) * (BATCH - 1)
         weights = weights / weights.mean()
         alike = 100 * (of_some[order] == of_some[:, None]).float().mean(0)

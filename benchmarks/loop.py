@@ -101,7 +101,7 @@ def encoder_alone(images, options):
     encoder = training.encoder.train()
     views = torch.cat([hardneg.view(images[: options.batch_size])] * 2)
     views = views.contiguous(memory_format=torch.channels_last)
-    gradient = torch.randn(len(views), encoder.dim, device=options.device)
+    gradient = torch.randn(len(views), encoder.head[-1].out_features, device=options.device)
 
     def step():
         encoder.zero_grad()

@@ -8,7 +8,7 @@ of hardneg.py, and
 import copy
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 import hardneg
 
@@ -69,16 +69,14 @@ class Queue(hardneg.SimCLR):
         first = torch.arange(size, device=images.device) * len(images) // size  # evenly spread
         self.register_buffer("rows", hardneg.embed(encoder, images[first])[1])
 
-    def step(self, encoder, images, index, generator, group=None, **options):
+    def step(self, encoder, images, index, generator, **options):
         z = hardneg.unit(self.embed_views(encoder, generator, images)[0])
         keys = hardneg.unit(self.embed_views(self.slow, generator, images)[0])  # no gradient
-        self.keys = hardneg.gather(keys, group)
+        self.keys = keys
         place = torch.arange(len(keys), device=keys.device)
-        if group is not None:
-            place += distributed.get_rank(group) * len(keys)
         candidates = torch.cat([self.keys, self.rows])
         given = {"negatives": candidates, "positive_index": place, "normalize": False}
-        return self.contrast(z, keys, group=group, **given, **options)
+        return self.contrast(z, keys, **given, **options)
 
     def after_step(self):
         newest_first = torch.cat([self.keys, self.rows])

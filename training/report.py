@@ -34,7 +34,7 @@ COLUMNS = {
 }
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped share".split()
-FIGURES += "pair d_loss g_loss diversity".split()
+FIGURES += "d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 STEPS = 500  # of fine-tuning
 
@@ -197,8 +197,7 @@ def describe(options, training: hardneg.Training) -> None:
     if training.method.criterion.options["tau_plus"] is None:
         used["tau_plus"] = "1/(N + 1)"
     words = [f"{name} {used[name]}" for name in hardneg.DEFAULTS if name in used]
-    ranks = f", on {training.ranks} processes" if training.ranks > 1 else ""
-    print(f"loss {options.loss}: {', '.join(words)}{ranks}")
+    print(f"loss {options.loss}: {', '.join(words)}")
     end = 1 - 1 / (training.epochs * training.steps_per_epoch)  # the progress at the last step
     for name, schedule in training.schedules.items():
         first, half, last = (schedule(progress) for progress in (0.0, 0.5, end))
@@ -491,7 +490,7 @@ def log_weights(z: Tensor, options: hardneg.Options) -> Tensor:
 def potential_of(logits: Tensor, options: hardneg.Options) -> Tensor:
     """Couple the rows of a batch with each other → the potential (n,) of `hardneg.transported`."""
     t, none = options["temperature"], torch.zeros(())
-    kernel = hardneg.log_weights(logits, logits, none, t, options)
+    kernel = hardneg.by_rule(logits, logits, none, t, options)
     _, potential, _ = hardneg.sinkhorn(lambda: [kernel], symmetric=True)
     return potential
 

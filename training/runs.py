@@ -5,12 +5,10 @@ import io
 import json
 import os
 import signal
-import sys
 import zlib
 from pathlib import Path
 
 import torch
-from torch import distributed
 from tqdm import tqdm
 
 import hardneg
@@ -121,12 +119,8 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: Path, rank: int = 0):
-    """Keep other runs out of a folder; the lock goes with the process, however it ends.
-    Of several processes the first has the lock."""
-    if rank > 0:
-        yield
-        return
+def alone(folder: Path):
+    """Keep other runs out of a folder; the lock goes with the process, however it ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "w")
@@ -154,9 +148,6 @@ def restore(training: hardneg.Training, options) -> dict | None:
         state = read_checkpoint(options.out, options.device)
     except UserError as error:
         raise UserError(f"{error}; --overwrite replaces it") from error
-    finally:
-        if training.group is not None:
-            distributed.barrier()  # every process has looked before one writes results
     require_same(options.out, state["args"], options.of_the_run())
     n = len(training.images)
     was = state.get("images", n)
@@ -179,7 +170,7 @@ def begin(folder: Path, images: Images) -> dict:
 
 
 @contextlib.contextmanager
-def stoppable(active: bool):
+def stoppable():
     """Collect Ctrl-C and SIGTERM in a list, for a loop that stops between steps.
     The second signal stops at once."""
     asked, before = [], {}
@@ -188,7 +179,7 @@ def stoppable(active: bool):
         asked.append(number)
         signal.signal(number, before[number])
 
-    for number in (signal.SIGINT, signal.SIGTERM) if active else ():
+    for number in (signal.SIGINT, signal.SIGTERM):
         before[number] = signal.signal(number, ask)
     try:
         yield asked
@@ -197,34 +188,7 @@ def stoppable(active: bool):
             signal.signal(number, handler)
 
 
-# ---- Several processes, and what leaves the folder ---------------------------------------------
-
-
-def join(device: str) -> tuple:
-    """Join torchrun's processes → device, process group, rank; None, 0 for one on its own."""
-    if not distributed.is_torchelastic_launched():
-        return device, None, 0
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        fits = int(os.environ["LOCAL_RANK"]) < count
-        require(fits, "--nproc-per-node", "too large", f"at most {count}, the GPUs here")
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    distributed.init_process_group({"cuda": "nccl"}.get(device[:4], "gloo"))
-    rank = distributed.get_rank()
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")
-    return device, distributed.group.WORLD, rank
-
-
-@contextlib.contextmanager
-def first_process_first(group, rank: int):
-    """Let the other processes wait until the first is through."""
-    if rank > 0:
-        distributed.barrier()
-    yield
-    if group is not None and rank == 0:
-        distributed.barrier()
+# ---- The bar, and what leaves the folder --------------------------------------------------------
 
 
 def bar_of(total: int, bar: tqdm | None = None) -> contextlib.AbstractContextManager:

@@ -33,13 +33,11 @@ from test_hardneg import (
     random_images,
     same,
     seeded,
-    start,
     tensors_of,
     weights_of,
     with_slope,
 )
 from training import baselines
-from training.images import shapes
 
 METHODS = ["queue", "clae"]
 
@@ -74,39 +72,6 @@ def start_queue(size):
 def plain_views(monkeypatch):
     """Let a view be the image itself."""
     monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
-
-
-RANKS = """
-import os
-import sys
-import torch
-from training import test_baselines
-
-torch.distributed.init_process_group("gloo")
-found = test_baselines.runs_of(torch.distributed.group.WORLD)
-if torch.distributed.get_rank() == 0:
-    torch.save(found, sys.argv[1])
-torch.distributed.barrier()
-os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
-"""
-
-
-def runs_of(group):
-    """Train with both methods for several processes → the state and the figures."""
-    found, view, images = [], hardneg.view, shapes(25, seed=1, size=8)[0]
-    hardneg.view = lambda images, *_, **__: images / 255  # each rank draws its own views
-    for name in METHODS:
-        encoder = Plain()
-        criterion = hardneg.ContrastiveLoss("hcl", temperature=0.5, tau_plus=0.01)
-        method = make(name, criterion, encoder, images)
-        if group is not None:  # all begin as the first
-            encoder.layers[0].bias.data += torch.distributed.get_rank(group)
-        options = {"epochs": 2, "batch_size": 12, "lr": 0.1, "bfloat16": False, "group": group}
-        training = hardneg.Training(encoder, images[:24], method, "sgd", **options)
-        seen = [(p["loss"], torch.tensor(p["images"])) for p in training]
-        found += tensors_of((training.state_dict(), seen))
-    hardneg.view = view
-    return found
 
 
 class TestTruePositives:
@@ -297,15 +262,6 @@ class TestBoth:
             if "ess" not in figures:
                 reads += [operations.reads()]
         assert len(reads) > 10 and not any(reads)
-
-    def test_two_processes_are_one(self, tmp_path):
-        (tmp_path / "ranks.py").write_text(RANKS)
-        words = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
-        run = start([*words, "ranks.py", "found.pt"], tmp_path)
-        _, error = run.communicate(timeout=300)
-        assert run.returncode == 0, error
-        for one, two in zip(torch.load(tmp_path / "found.pt"), runs_of(None), strict=True):
-            close(one, two, 1e-10 if one.dtype == torch.float64 else 1e-6)
 
     INVALID = [("queue", "momentum", -0.1), ("queue", "momentum", 1.0), ("queue", "size", 0)]
     INVALID += [("clae", "bound", 0.0), ("clae", "bound", 1.0)]
