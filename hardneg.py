@@ -43,7 +43,7 @@ it: 9 Views, 10 Encoders, 11 Generators, 12 Training.
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
     [2] Jiang, Ishwar, Aeron. Hard Negative Sampling via Regularized Optimal Transport. 2111.03169
-    [3] Wu, Wang, Zeng, Shi, Hu. Synthetic Data Can Also Teach. 2202.06464; numbers as in version 1
+    [3] Wu, Wang, Zeng, Shi, Hu. Synthetic Data Can Also Teach. 2202.06464; numbered as in its v1
     [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. 2012.09740
     [5] Wang, Isola. Alignment and Uniformity. 2005.10242    [6] Chen et al. SimCLR. 2002.05709
     [7] Wu et al. Instance Discrimination. 1805.01978        [8] He et al. MoCo. 1911.05722
@@ -92,7 +92,8 @@ PRESETS = {  # loss: weights, objective, τ⁺; None is 1 / (N_i + 1)
     "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
     "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
 }
-PAPERS = {  # the papers' settings on CIFAR-10: ContrastiveLoss("hcl", **PAPERS["hcl"])
+# the papers' settings on CIFAR-10, where they name any: ContrastiveLoss("hcl", **PAPERS["hcl"])
+PAPERS = {
     "simclr": {"temperature": 0.5},  # [6] App. B.9
     "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, as the next
     "hcl": {"temperature": 0.5, "tau_plus": 0.1, "beta": 1.0},
@@ -104,15 +105,16 @@ PAPERS = {  # the papers' settings on CIFAR-10: ContrastiveLoss("hcl", **PAPERS[
 
 
 class Options(TypedDict, total=False):
-    """What a loss can be told. Each option has a type, a default, and what it may be: one of some
-    names, or a number in [from, to]. `settle` reads all three here.
+    """What a loss can be told. Each option has a type, a default, and what it may be: [from, to] of
+    a number, or else some names. Section 8 reads the last two here.
 
     loss            a row of PRESETS
     weights         of candidates; None: those of the loss. Or a function: logits (a, N) → log
                     weights. It is called on the logits of positives (a, M), too, where τ⁺ > 0 and
                     there are several. Candidates that do not count have logits of −1e30
-    objective       None: that of the loss. Or a function: logits (a, M) of positives, logits (a, N)
-                    and log weights (a, N) of candidates → losses (a,)
+    objective       None: that of the loss. Or a function of three tensors: logits (a, M) of
+                    positives, logits (a, N) and log weights (a, N) of candidates. It returns losses
+                    (a,). What a function learns has to take part for the first anchor
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned. Its value
                     is checked on a CPU, but neither on a GPU nor in compiled code
     tau_plus        τ⁺ of nce, ppcl and decoupled; a function as objective ignores it. None: that
@@ -129,12 +131,12 @@ class Options(TypedDict, total=False):
                     code, else False
     debias          how τ⁺ is used: see `published` and `exact`. "exact" is for weights uniform,
                     tilted, top and hardest
-    reduction       "none": one value for each anchor. In blocks its gradient calls functions again:
-                    one that draws random numbers then draws others
+    reduction       "none": one value for each anchor. In blocks its backward pass calls functions
+                    again, and a random one draws new numbers
     block_size      anchors in a block; it changes results by rounding alone. None: at once up to
                     2^18 pairs on a CPU and 2^23 on a GPU, else in blocks. 0: at once, and so always
-                    for negatives (B, K, D). What is computed in blocks needs memory that grows like
-                    A + N, but for a gradient through a coupling, and is not differentiated twice"""
+                    for negatives (B, K, D). Blocks need memory that grows like A + N (more for a
+                    gradient through a coupling), and have no second derivative"""
 
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
@@ -205,7 +207,8 @@ def contrastive_loss(
                     they are positives. Every number is a label: none says "unknown". With
                     negatives (K, D): (B + K,), the last K of its rows
     group           a torch.distributed process group: the candidates are the views of every rank;
-                    `negatives` are as passed, see `gather`. All ranks call together, with views of
+                    `negatives` are as passed, see `gather` (for transported weights, the same rows
+                    on every rank). All ranks call together, with views of
                     one shape. A mean or sum is that of one process on all views, and so is its
                     gradient once DDP has averaged it; "none" gives this process's anchors
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, the share of
@@ -218,7 +221,8 @@ def contrastive_loss(
     Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
     options that weights and objective do not have. Raises ValueError that names the invalid
     argument, on a CPU also for embeddings that are not finite; TypeError for an unknown option.
-    Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn. Ref: PRESETS"""
+    Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn, of more than 2^24 pairs again
+    A·N·D. Ref: PRESETS"""
     options = settle(options)
     _check_call(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
@@ -253,7 +257,7 @@ class _Answers(NamedTuple):
 
 def answer(pairs: _Pairs, options: Options) -> _Answers:
     """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
-    pairs: their embeddings, and who they are compared with."""
+    pairs: their embeddings, and who they are compared with, as section 4 lines them up."""
     # 1. Who could be a negative?
     pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i: (a,), or () if equal
 
@@ -266,7 +270,8 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     objective, t = options["objective"], pairs.t
     clamped, log_share = torch.zeros_like(pos[:, 0], dtype=torch.bool), None
     if callable(objective):
-        losses = objective(pos, neg.masked_fill(log_w < FAR, MASKED), log_w)
+        left = neg.masked_fill(log_w < FAR, MASKED)  # what the weights drop is masked, too
+        losses = objective(pos, left, log_w)
         _check_result("objective", losses, neg.shape[:1])
     elif objective == "simple":
         losses = simple(t * pos, t * neg, log_w)
@@ -309,13 +314,14 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (A, N) to log weights (A, N). For tilted, hardest and transported a constant of
 # the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
-# by hand: edit it, and training follows at every batch size. To add a rule: a function here, its
-# name in WEIGHTS, and in OF_MEAN_ONE if its mean shall be 1, its call in `by_rule`, its options in
-# Options. Or pass the function itself: contrastive_loss(x, y, weights=my_rule).
+# by hand: edit it, and training follows at every batch size.
+# To add a rule, pass the function itself: contrastive_loss(x, y, weights=my_rule). Or write it
+# here. What is masked has to stay masked: `+ uniform(logits)` does that. Put its name in WEIGHTS,
+# and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in `by_rule`, its options
+# in Options. With τ⁺ > 0 it weighs positives, too: a threshold is that of the candidates.
 
 WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
-OF_MEAN_ONE = ("tilted", "hardest", "transported")  # `weigh` makes them so
-EXACTLY_DEBIASED = ("uniform", "tilted", "hardest", "top")  # a positive's weight is known, too
+SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
 
 # What does not count has a logit, or a log weight, of MASKED. e^MASKED is 0, and unlike −∞ it has
 # no NaN around it: 0 · MASKED and MASKED − MASKED are 0. After arithmetic, a logit below FAR is
@@ -325,10 +331,10 @@ MASKED, FAR = -1e30, -1e20
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    What is masked stays masked: x + uniform(logits) is x, but for what the logits mask."""
+    What is masked stays masked: adding uniform(logits) to x masks x where logits are masked."""
     # hardshrink gives 0 from −1e20 to 1e20, and what it gets beyond: masked stays masked. It is one
     # pass over the matrix; a boolean mask and a fill take eight times as long
-    return F.hardshrink(logits.detach(), -FAR)
+    return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
 def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
@@ -337,7 +343,7 @@ def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
     gradients in the shares of `uniform` at t/(1 + β).
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    if beta < 1e-15:  # then β · MASKED would not be far enough, and β s is less than rounding
+    if beta < 1e-15:  # then β · MASKED would mask no more, and β s is less than rounding
         return uniform(logits)
     return beta * logits
 
@@ -361,7 +367,7 @@ def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     most = -(-logits.shape[-1] * billionths // 10**9)
     n = (logits > FAR).sum(-1, keepdim=True)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)
-    nearest = logits.detach().topk(max(1, most)).values
+    nearest = logits.detach().topk(most).values
     return _from(nearest.gather(-1, kept - 1), logits if x is None else x)
 
 
@@ -394,11 +400,12 @@ def by_rule(logits, x, potential, t, options):
 def weigh(pos, neg, log_n, potential, t, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Uniform, tilted, hardest and transported weights get mean 1 over the candidates: their sum then
-    compares with that of N plain ones. `top` keeps 0 or 1, and a function what it returns.
-    Positives are weighed by the same function of the logit, but without a potential."""
+    compares with that of N plain ones. `top` keeps 0 or 1, so that fewer candidates weigh less, and
+    a function what it returns. Positives are weighed by the same function of the logit, but without
+    a potential. The weighted mean of a single positive is itself, whatever its weight."""
     scores, log_w_pos = by_rule(neg, neg, potential, t, options), uniform(pos)
     log_w = scores  # (A, N)
-    if options["weights"] in OF_MEAN_ONE:
+    if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[..., None]
     weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
     if options["tau_plus"] != 0 and weighs_positives:
@@ -411,7 +418,10 @@ def weigh(pos, neg, log_n, potential, t, options):
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos are logits (A, M) of positives, neg logits (A, N) of candidates. `nce`, `ppcl` and `decoupled`
 # see the negatives as one number, log_negatives (A,): the log of their weighted sum of e^s,
-# debiased. `simple` and `triplet` act on cosines.
+# debiased. `simple` and `triplet` act on cosines, and know no τ⁺.
+# To add an objective, pass the function itself, or write it here: in OF_LOGITS if it sees positives
+# and log_negatives, else in OBJECTIVES and with a branch in `answer`. Under ppcl alone, labels name
+# positives: `_who` adds a column for each candidate to pos, MASKED where it is none.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -444,8 +454,9 @@ def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
 
 def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    Negatives are averaged: [4] has a factor λ before their sum, here 1/N, or 1/⌈αN⌉ for `top`. An
-    anchor without negatives keeps its first term. Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
+    pos, neg are cosines. Negatives are averaged: [4] has a factor λ before their sum, here 1/N, or
+    1/⌈αN⌉ for `top`. An anchor without negatives keeps its first term.
+    Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
     negative = _weighted_mean(neg, log_w)
     return negative.masked_fill(negative < FAR, 0) - pos.mean(-1)
 
@@ -478,8 +489,8 @@ def published(log_all, log_positive, log_total, tau_plus, t):
 
     log_all (A,): log Σ_j w_j e^{s_j}; log_positive (A,): log E⁺, the weighted mean of e^p over
     positives; log_total: log W; tau_plus: τ⁺, both (A,) or () → (A,), and where the floor holds.
-    No cosine is below −1, so no less than the floor can be left. There the sum is a constant, but
-    for the weights of a function.
+    No cosine is below −1, so no less than the floor can be left. At the floor the gradient is 0,
+    unless it comes through the sum of a function's weights.
     For uniform weights W τ⁺ E⁺ is the expected sum over false negatives; for others the formula
     does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)"""
     floor = log_total - 1 / t
@@ -493,9 +504,10 @@ def exact(log_all, log_positive, log_total, log_share, least, most):
         log( (Σ_j w_j e^{s_j} − W τ_i E⁺) / (1 − τ_i) )
 
     log_share (A,): log τ_i of `class_share`; least, most (A,): bounds of the result. Hard weights
-    raise a mean, so it is at least the published mean for uniform weights, which also stands where
-    τ_i ≥ 1; it is at most the largest e^s. It needs positives that are samples of the class, four
-    or more, and t ≥ 0.3. The other arguments and the result are those of `published`.
+    raise a mean, so it is at least W times the published mean for uniform weights, which also
+    stands where τ_i ≥ 1. It is at most W times the largest e^s, unless the former is more. To be of
+    use it needs positives that are samples of the class, four or more, and t ≥ 0.3. The other
+    arguments and the result are those of `published`.
     Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_all, log_positive, log_total, log_share)
     clamped = nothing_left & (log_all > FAR)
@@ -549,14 +561,14 @@ def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
         tau_plus = 1 / (1 + log_n.exp())
     else:
         tau_plus = torch.full_like(log_n, options["tau_plus"])
-    of_mean_one = options["weights"] in ("uniform", *OF_MEAN_ONE)
+    of_mean_one = options["weights"] in ("uniform", *SCALED_TO_MEAN_ONE)
     log_total = log_n if of_mean_one else log_sum(log_w)
     log_positive = _log_mean(pos, log_w_pos)
     if options["debias"] == "published":
         rest, clamped = published(log_all, log_positive, log_total, tau_plus, t)
         return rest, clamped, None
     plain, _ = published(log_sum(neg), _log_mean(pos, uniform(pos)), log_n, tau_plus, t)
-    least = plain - log_n + log_total
+    least = plain - log_n + log_total  # of N plain negatives → of total weight W
     most = neg.amax(-1) + log_total
     log_share = class_share(pos, log_w_pos, log_n, log_total, tau_plus)
     rest, clamped = exact(log_all, log_positive, log_total, log_share, least, most)
@@ -571,8 +583,8 @@ class _Pairs(NamedTuple):
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
-    pos: Tensor  # (A, M), cosines of anchors and positives
-    own: Tensor  # (A, any number), columns that show the anchor's own sample
+    pos_cosines: Tensor  # (A, M), of anchors and positives
+    own: Tensor  # (A, any number), columns that show the anchor's own sample, such as itself
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
@@ -591,8 +603,10 @@ class _Pairs(NamedTuple):
         return self._replace(**taken)
 
 
-PER_ANCHOR = ("anchors", "pos", "own", "mask", "labels")  # fields of `_Pairs`, as are those that
-MAY_LEARN = ("anchors", "pos", "candidates", "t", "potential")  # may have a gradient
+# A new field of `_Pairs` belongs in the first list if it has a row for each anchor, as blocks and
+# ranks share these out; and in the second if it may have a gradient, else blocks would lose it.
+PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "labels")
+MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
 
 
 def _line_up(views, negatives, positive_index, negative_mask, labels, group, options):
@@ -608,7 +622,7 @@ def _line_up(views, negatives, positive_index, negative_mask, labels, group, opt
         positives = [z.roll(-k * b, 0) for k in range(1, v)]
         first = 0 if group is None else distributed.get_rank(group) * len(z)
         columns = torch.arange(first, first + len(z), device=z.device)
-        own = columns.view(v, b).T.repeat(v, 1)  # (A, V)
+        own = columns.view(v, b).T.repeat(v, 1)  # (A, V): i, i + B, … for rows i, i + B, …
     else:
         anchors, *positives = z.split(b)
         candidates = project(negatives.to(z.dtype))
@@ -617,7 +631,7 @@ def _line_up(views, negatives, positive_index, negative_mask, labels, group, opt
         own = torch.as_tensor(positive_index, device=z.device).long()[:, None]
     if labels is not None:
         labels = torch.as_tensor(labels, device=z.device)
-        labels, of_rows = labels[:b], labels[b:]
+        labels, of_rows = labels[:b], labels[b:]  # of_rows: of negatives
         if negatives is None:
             labels = labels.repeat(v)
             of_rows = gather(labels, group)
@@ -625,14 +639,14 @@ def _line_up(views, negatives, positive_index, negative_mask, labels, group, opt
     if negative_mask is not None:
         mask = torch.as_tensor(negative_mask, device=z.device)
         found["mask"] = mask.expand(len(anchors), -1)
-    pos = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
-    return _Pairs(anchors, candidates, pos, own, alike=negatives is None, **found)
+    cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
+    return _Pairs(anchors, candidates, cosines, own, alike=negatives is None, **found)
 
 
 def _who(pairs, options):
     """Answer question 1: logits of positives (a, M), of candidates (a, N), and log N_i.
     This is where cosines are divided by t. A logit is MASKED where the candidate is no negative."""
-    anchors, pos = pairs.anchors / pairs.t, pairs.pos / pairs.t
+    anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t
     if pairs.candidates.ndim == 2:
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
@@ -641,14 +655,17 @@ def _who(pairs, options):
         others = pairs.labels[:, None] != pairs.candidate_labels
         others.scatter_(1, pairs.own, True)
         pos = torch.cat([pos, neg.masked_fill(others, MASKED)], 1)  # (a, M + N)
-    return pos, neg, _mask_(neg, pos, pairs, options)
+    log_n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
+    return pos, neg, log_n
 
 
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i: (a,), or ().
-    In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in any
-    sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0."""
+    In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in a
+    sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0, and the objectives
+    put a constant. A new mask also ends the first return here, and `symmetric` in `_couple` unless
+    it masks (j, i) with (i, j)."""
     neg.scatter_(1, pairs.own, MASKED)
     margins = options["absolute_margin"], options["relative_margin"]
     if pairs.mask is None and pairs.labels is None and margins == (None, None):
@@ -802,7 +819,7 @@ def _stops(error, step, max_steps, tolerance):
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
-    converged = not error.item() > tolerance  # or NaN
+    converged = not error.item() > tolerance  # or NaN, which `_check_finite` tells of
     if step == max_steps and not converged:
         _warn(
             f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
@@ -829,8 +846,8 @@ def _couple(pairs, options):
     margins = options["absolute_margin"], options["relative_margin"]
     symmetric = pairs.alike and pairs.mask is None and margins == (None, None)
     a, n = len(pairs.anchors), len(pairs.candidates)
-    blocks = _slices(a, max(1, 2**20 // n))
-    if torch.is_grad_enabled() or a * n <= 2**24:
+    blocks = _slices(a, max(1, 2**20 // n))  # 4 MB each: they fit into a cache
+    if torch.is_grad_enabled() or a * n <= 2**24:  # 64 MB in all
         stored = [kernel_of(rows) for rows in blocks]
         return sinkhorn(lambda: stored, symmetric)[1]
     return sinkhorn(lambda: map(kernel_of, blocks), symmetric)[1]  # again in each step
@@ -915,8 +932,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     log_w = _upcast(log_w)
     if _may_read(log_w):
         most = (log_w > FAR).sum(-1).amin().item()
-        allowed = f"from 1 to {most}, as many as a row has candidates of weight above 0"
-        _require(1 <= k <= most, "k", k, allowed)
+        _require(1 <= k <= most, "k", k, f"from 1 to {most}: a row has no more of weight above 0")
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
     noise = torch.empty_like(log_w).exponential_(generator=generator)
     noise = noise.log().clamp_min(-99)  # clamp: −∞ − log 0 would be NaN
@@ -957,7 +973,7 @@ def _block_size(pairs, options):
     at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
     if len(pairs.anchors) * columns <= at_once:
         return 0
-    return max(64, 4 * at_once // columns)
+    return max(64, 4 * at_once // columns)  # each block is a loss of its own: few are faster
 
 
 def _slices(n, size):
@@ -987,7 +1003,7 @@ class _InBlocks(torch.autograd.Function):
             # candidates: so that autograd tells if they have changed before the backward pass
             ctx.save_for_backward(pairs.candidates, *tensors)
         else:
-            by_losses = torch.ones_like(pairs.pos[:, 0])
+            by_losses = torch.ones_like(pairs.pos_cosines[:, 0])
             if options["reduction"] == "mean":
                 by_losses /= len(by_losses)
             losses, slopes = ctx.run(tensors, by_losses)
@@ -1008,7 +1024,7 @@ class _InBlocks(torch.autograd.Function):
 def _run_blocks(pairs, options, size, learned, tensors=(), by_losses=None):
     """Compute the losses (A,) in blocks, and the gradient of by_losses · losses in the tensors."""
     # preallocate: what is made in a block and stays would keep the memory of the block from reuse
-    losses = torch.empty_like(pairs.pos[:, 0])
+    losses = torch.empty_like(pairs.pos_cosines[:, 0])
     slopes = [torch.zeros_like(x) for x in tensors]
     held = list(tensors[len(learned) :])
     for rows in _slices(len(losses), size):
@@ -1022,6 +1038,7 @@ def _run_blocks(pairs, options, size, learned, tensors=(), by_losses=None):
             again = {"retain_graph": len(held) > 0, "materialize_grads": True}
             wanted = list(leaves.values()) + held
             by_wanted = torch.autograd.grad(part, wanted, by_losses[rows], **again)
+            # names run out where tensors are held by functions, which all blocks share
             for name, slope, found in zip_longest(learned, slopes, by_wanted):
                 place = rows if name in PER_ANCHOR else ...
                 slope[place] += found
@@ -1029,7 +1046,8 @@ def _run_blocks(pairs, options, size, learned, tensors=(), by_losses=None):
 
 
 def _held(pairs, options):
-    """List what functions of one's own hold and learn: the leaves that autograd meets in a call."""
+    """List what functions of one's own hold and learn: the leaves that autograd meets in a call.
+    The call is for the first anchor alone."""
     if not (callable(options["weights"]) or callable(options["objective"])):
         return []
     alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
@@ -1097,6 +1115,8 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
+# To add an option: a line and a sentence in Options, and its use; a whole number also in
+# `_check_option`.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -1173,7 +1193,8 @@ def _require(valid, name, got, allowed):
 def _warn(message):
     """Warn at the line that called this file, past torch's wrappers."""
     frame, level = sys._getframe(), 1
-    while frame and frame.f_globals.get("__name__", "").startswith((__name__, "torch.")):
+    inside = frame.f_code.co_filename, torch.__path__[0]
+    while frame and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
@@ -1199,9 +1220,9 @@ def settle(given: Options) -> Options:
         options["tau_plus"] = 0.0
     if options["detach_weights"] is None:
         options["detach_weights"] = options["weights"] == "transported"
-    possible = options["debias"] == "published" or options["weights"] in EXACTLY_DEBIASED
-    allowed = f"'published', unless weights is one of {', '.join(EXACTLY_DEBIASED)}"
-    _require(possible, "debias", "'exact'", allowed)
+    unknown = options["weights"] == "transported" or callable(options["weights"])  # for positives
+    fits = options["debias"] == "published" or not unknown
+    _require(fits, "debias", "'exact'", "'published' for transported or a function of your own")
     return options
 
 
@@ -1237,8 +1258,8 @@ def _check_call(views, negatives, positive_index, negative_mask, labels, group, 
     for i, view in enumerate(views):
         fits = _fits(view, "floating", ("B", "D")) and view.shape == views[0].shape
         _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
-    known = group is None or isinstance(group, distributed.ProcessGroup)
-    _require(known, "group", repr(group), "a torch.distributed process group, or None")
+    fits = group is None or isinstance(group, distributed.ProcessGroup)
+    _require(fits, "group", group, "a torch.distributed process group")
     b, d = views[0].shape
     a = rows = b
     if negatives is None:
