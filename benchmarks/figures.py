@@ -13,8 +13,10 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib import pyplot as plt
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
@@ -27,7 +29,7 @@ OF_COUPLING = "nce-no-weights", "nce-coupling"
 TEMPERATURES = 0.07, 0.1, 0.2, 0.3, 0.5, 1.0
 NEAREST = 10
 BATCH = 512  # images, as in [2]
-COUPLING = hardneg.settle({"loss": "ot", "temperature": 0.2, "epsilon": 0.3})
+COUPLING = train.Options(loss="ot", temperature=0.2, epsilon=0.3)
 
 
 def embeddings(folder, pixels):
@@ -36,22 +38,41 @@ def embeddings(folder, pixels):
     return hardneg.unit(hardneg.embed(encoder, pixels)[1])
 
 
+def cosines_by_class(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosines of unit rows: of all pairs of one class, of all of different classes."""
+    pairs = torch.ones(len(labels), len(labels), dtype=torch.bool).triu(1)
+    cosines = (z @ z.T).cpu()[pairs]
+    same = (labels[:, None] == labels).cpu()[pairs]
+    return cosines[same], cosines[~same]
+
+
+def histogram(cosines: Tensor, bins: int = 100) -> tuple:
+    """Count cosines → the places of the bins from −1 to 1, and the share of each."""
+    counts = cosines.clamp(-1, 1).histc(bins, -1, 1)  # rounding leaves some beyond 1
+    return torch.linspace(-1, 1, bins).numpy(), (counts / len(cosines)).numpy()
+
+
+def overlap(one: Tensor, other: Tensor) -> float:
+    """Return the area that the histograms of two samples of cosines share, from 0 to 1."""
+    return float(np.minimum(histogram(one)[1], histogram(other)[1]).sum())
+
+
 def histograms(folder, pixels, labels):
     """Draw and compare the cosines of pairs of one class and of different classes: [1], Fig. 3."""
     lines = [["loss", "cosine, one class", "cosine, different classes", "overlap, %"]]
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
     for name in OF_DEBIASING:
         of_seeds = [
-            report.cosines_by_class(embeddings(folder / f"{name}-{seed}", pixels), labels)
+            cosines_by_class(embeddings(folder / f"{name}-{seed}", pixels), labels)
             for seed in range(3)
         ]
         line = [name]
         for kind in range(2):
             line.append(report.spread([found[kind].mean().item() for found in of_seeds], 2))
-        line.append(report.spread([100 * report.overlap(*found) for found in of_seeds]))
+        line.append(report.spread([100 * overlap(*found) for found in of_seeds]))
         lines.append(line)
         for axis, cosines in zip(axes, of_seeds[0], strict=True):
-            axis.plot(*report.histogram(cosines), label=name)
+            axis.plot(*histogram(cosines), label=name)
     for axis, title in zip(axes, ("pairs of one class", "pairs of different classes"), strict=True):
         axis.set(title=title, xlabel="cosine", ylabel="share of pairs")
     axes[0].legend()
@@ -62,8 +83,8 @@ def histograms(folder, pixels, labels):
 def ranks(folder, pixels, labels):
     """Draw the coupling's weights, and the share of one class, by rank: [2], Fig. 4, 5."""
     some, of_some = pixels[:BATCH], labels[:BATCH]
-    start = runs.untrained("small", 32, "cpu", 0)
-    z_of = {"untrained": hardneg.unit(hardneg.embed(start, some)[1])}
+    torch.manual_seed(0)
+    z_of = {"untrained": hardneg.embed(hardneg.Encoder(), some)[1]}
     z_of |= {name: embeddings(folder / f"{name}-0", some) for name in OF_COUPLING}
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.6), layout="constrained")
     places = torch.arange(1, BATCH)
@@ -74,11 +95,7 @@ def ranks(folder, pixels, labels):
     for name, z in z_of.items():
         cosines = (z @ z.T).fill_diagonal_(-torch.inf)
         order = cosines.argsort(1, descending=True)[:, :-1]  # (512, 511), without the anchor
-        logits = (cosines / 0.2).fill_diagonal_(hardneg.MASKED)
-        potential = report.potential_of(logits, COUPLING)
-        log_w = hardneg.by_rule(logits, logits, potential, 0.2, COUPLING)
-        weights = log_w.exp().gather(1, order).mean(0) * (BATCH - 1)
-        weights = weights / weights.mean()
+        weights = report.weights_of(z, COUPLING).gather(1, order).mean(0)
         alike = 100 * (of_some[order] == of_some[:, None]).float().mean(0)
         smooth = alike.unfold(0, 20, 1).mean(1)
         axes[0].plot(places.numpy(), weights.numpy(), label=name)

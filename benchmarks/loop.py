@@ -38,7 +38,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 import train
-from training.images import decode, read
+from training.images import Folder, read
 
 HERE = Path(__file__).resolve().parent
 BY_TORCHVISION = T.Compose(
@@ -150,6 +150,7 @@ def measure(options, path):
     images = read(train.Options(device=options.device))
     write_folder(images, path, options.files)
     files = sorted(map(str, (path / "train").rglob("*.jpg")))
+    folder = Folder(path / "train", 32)
     batch = images.train[: options.batch_size]
     pictures = [to_pil_image(x.cpu()) for x in batch]
     steps = {
@@ -168,7 +169,8 @@ def measure(options, path):
             rates[name].append(rate(step, options))
         for name, n in decoding.items():
             start = time.perf_counter()
-            decode([(path, 0) for path in files], 32, n)
+            for _ in torch.utils.data.DataLoader(folder, batch_size=None, num_workers=n):
+                pass
             rates[name].append(len(files) / (time.perf_counter() - start))
         step = loader(files, options)
         for _ in range(5):  # use up the batches read ahead

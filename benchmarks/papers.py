@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 import train
-from training import command, report
+from training import report
 
 PER_HOUR = 40e12 * 3600  # operations, at 40 TFLOP/s
 IMAGES = {"cifar10": 50_000, "cifar100": 50_000, "stl10": 105_000, "TINY": 100_000}
@@ -99,8 +99,7 @@ HEADLINES = [
 
 def options_of(headline):
     """Return the `train.Options` of a headline's command."""
-    tables = hardneg.RECIPES, train.LOSS_DEFAULTS, train.METHOD_DEFAULTS
-    return train.Options(**command.parse(headline.words.split(), "", train.Options, tables))
+    return train.Options(**train.parse(headline.words.split()))
 
 
 def operations(options):

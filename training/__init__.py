@@ -9,3 +9,19 @@ def require(valid: bool, name: str, got: object, allowed: str) -> None:
     """Raise a UserError that names an option, what it is and what it may be."""
     if not valid:
         raise UserError(f"{name} is {got}; it must be {allowed}")
+
+
+def flag_of(name: str, value: object = None) -> str:
+    """Write the flag that gives an option a value."""
+    flag = name.replace("_", "-")
+    return f"--no-{flag}" if value is False else f"--{flag}"
+
+
+def words_of(options: dict) -> list[str]:
+    """Write options as words of a command line."""
+    words = []
+    for name, value in options.items():
+        words.append(flag_of(name, value))
+        if not isinstance(value, bool):
+            words.append(str(value))
+    return words

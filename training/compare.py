@@ -1,7 +1,6 @@
 """Train with several losses and seeds, and say which differences hold."""
 
 import contextlib
-import dataclasses
 import io
 import itertools
 from collections.abc import Callable, Iterator
@@ -36,8 +35,7 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     if images.classes:
         best_first = sorted(found.items(), key=linear_of_row, reverse=True)
         found = dict(best_first)
-        picture = draw(found)
-        report.save(out, picture)
+        runs.write(out / "compare.png", draw(found).png())
     runs.write_json(out / "compare.json", found)
     print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/")
     return found
@@ -55,7 +53,7 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
         plan[row.loss] = []
         for seed in range(row.seed, row.seed + seeds):
             own = alike | {"seed": seed, "out": out / f"{row.loss}-{seed}"}
-            plan[row.loss].append(dataclasses.replace(row, **own))
+            plan[row.loss].append(row.but(**own))
     return plan
 
 
@@ -143,4 +141,4 @@ def draw(found: dict[str, list]) -> report.Picture:
     title = f"{best} reaches {report.spread([run['linear'] for run in row])} %"
     axis.set(xlabel="linear readout, % of test images", title=title)
     caption = "Bars are means, points seeds, the dotted line the untrained encoder."
-    return report.Picture("compare", title, caption, figure)
+    return report.Picture(title, caption, figure)

@@ -4,17 +4,16 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import ImageOps
 from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
-from torchvision.datasets.folder import IMG_EXTENSIONS as SUFFIXES
-from torchvision.datasets.folder import make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
 from torchvision.transforms import functional as T
 from tqdm import tqdm
 
@@ -33,12 +32,18 @@ class Images(NamedTuple):
     classes: list[str]  # their names; empty if there are no classes
 
 
+class Source(NamedTuple):
+    """Hold images that are not read yet."""
+
+    labels: Tensor  # (n,)
+    read: Callable[[Tensor], tuple]  # indices → images uint8 (k, 3, H, W), labels (k,)
+
+
 def load(
     data: str = "shapes",
     root: str = "data",
     size: int | None = None,
     fraction: float = 1.0,
-    workers: int | None = None,
     validation: bool = False,
     seed: int = 0,
 ) -> Images:
@@ -46,28 +51,35 @@ def load(
     root        where torchvision's sets are, or are downloaded to
     size        side in pixels; None: their own, in a folder at most 96
     fraction    share of each class to train on, in (0, 1]
-    workers     processes that decode the files of a folder
     validation  test on every fifth training image of each class instead, which then is left out of
                 training: settings that are chosen on test images would look too good"""
     if data == "shapes":
-        images = built_in(size or 32, seed)
+        train, test, classes = built_in(size or 32, seed)
     elif data in TORCHVISION:
-        images = from_torchvision(data, root, size)
+        train, test, classes = from_torchvision(data, root, size)
     else:
-        return from_folder(Path(data), size, fraction, validation, workers, seed)
-    if validation:
-        images = hold_out(images)
-    kept = share(images.train_labels, fraction, seed)
-    train, train_labels = images.train[kept], images.train_labels[kept]
-    return images._replace(train=train, train_labels=train_labels)
+        train, test, classes = from_folder(Path(data), size)
+    chosen = torch.arange(len(train.labels))
+    tested = torch.arange(len(test.labels))
+    if validation or test is train:
+        test, held = train, every_fifth(train.labels, classes)
+        chosen, tested = chosen[~held], chosen[held]
+    chosen = chosen[share(train.labels[chosen], fraction, seed)]
+    images = Images(*train.read(chosen), *test.read(tested), classes)
+    counts = f"{len(images.train)} readable images to train on and {len(images.test)} to test"
+    wanted = "one with 2 of each or more; without test/, every fifth of a class is to test"
+    require(
+        min(len(images.train), len(images.test)) >= 2, "--data", f"{data}, with {counts}", wanted
+    )
+    return images
 
 
 def read(options) -> Images:
     """Load the images that `train.Options` name, and say what they are."""
-    names = ("data", "root", "size", "fraction", "workers", "validation")
+    names = ("data", "root", "size", "fraction", "validation")
     images = load(**{name: getattr(options, name) for name in names})
     tensors = [x.to(options.device) for x in images[:4]]
-    images = Images._make(tensors + [images.classes])
+    images = Images(*tensors, images.classes)
     side = images.train.shape[-1]
     kinds = f"{len(images.classes)} classes" if images.classes else "no classes or accuracies"
     text = f"{options.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
@@ -78,23 +90,21 @@ def read(options) -> Images:
 def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
     """Draw a share of each class, at least one image of it → indices, ascending."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    parts = []
+    parts = [order[:0]]
     for label in labels.unique():
         members = order[labels[order] == label]
         parts.append(members[: max(1, round(fraction * len(members)))])
     return torch.cat(parts).sort().values
 
 
-def hold_out(images: Images) -> Images:
-    """Take every fifth training image of each class for the test, and none without a label."""
-    held = torch.zeros(len(images.train), dtype=torch.bool)
-    for label in images.train_labels.unique():
-        if images.classes and label < 0:  # no label: of no use in a test
-            continue
-        members = (images.train_labels == label).nonzero()[:, 0]
-        held[members[4::5]] = True
-    train, labels = images.train, images.train_labels
-    return Images(train[~held], labels[~held], train[held], labels[held], images.classes)
+def every_fifth(labels: Tensor, classes: list) -> Tensor:
+    """Mark every fifth image of each class, and none without a label, of no use in a test."""
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        if label >= 0 or not classes:
+            members = (labels == label).nonzero()[:, 0]
+            held[members[4::5]] = True
+    return held
 
 
 def at_most(images: Images, n: int) -> Images:
@@ -102,8 +112,12 @@ def at_most(images: Images, n: int) -> Images:
     some = share(images.train_labels.cpu(), min(1, n / len(images.train)), 0)
     others = share(images.test_labels.cpu(), min(1, n / len(images.test)), 0)
     train = images.train[some], images.train_labels[some]
-    test = images.test[others], images.test_labels[others]
-    return Images._make(train + test + (images.classes,))
+    return Images(*train, images.test[others], images.test_labels[others], images.classes)
+
+
+def in_memory(pixels: Tensor, labels: Tensor) -> Source:
+    """Make a source of images that are read."""
+    return Source(labels, lambda index: (pixels[index], labels[index]))
 
 
 # ---- The built-in images: an outline is a class ------------------------------------------------
@@ -136,11 +150,11 @@ def polygon(a: Tensor, corners: int) -> Tensor:
 CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
 
 
-def built_in(size: int, seed: int) -> Images:
+def built_in(size: int, seed: int) -> tuple:
     """Draw 8000 shapes to train on and 2000 to test."""
-    train = shapes(8000, seed=seed, size=size)
-    test = shapes(2000, seed=seed + 10**6, size=size)
-    return Images._make(train + test + (SHAPES,))
+    train = in_memory(*shapes(8000, seed=seed, size=size))
+    test = in_memory(*shapes(2000, seed=seed + 10**6, size=size))
+    return train, test, SHAPES
 
 
 def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> tuple:
@@ -196,7 +210,7 @@ TORCHVISION = {
 KNOWN = ["shapes"] + list(TORCHVISION)  # other names stand for folders
 
 
-def from_torchvision(name: str, root: str, size: int | None) -> Images:
+def from_torchvision(name: str, root: str, size: int | None) -> tuple:
     """Read one of torchvision's sets from the folder root, or download it."""
     kind, of_train, of_test = TORCHVISION[name]
     try:
@@ -206,9 +220,8 @@ def from_torchvision(name: str, root: str, size: int | None) -> Images:
         message = f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
         message += f"of {kind} there, or name a folder of images"
         raise UserError(message) from error
-    classes = getattr(train, "classes", range(10))
-    classes = [str(name) for name in classes]
-    return Images._make(_pixels(train, size) + _pixels(test, size) + (classes,))
+    classes = [str(name) for name in getattr(train, "classes", range(10))]
+    return in_memory(*_pixels(train, size)), in_memory(*_pixels(test, size)), classes
 
 
 def _pixels(dataset, size):
@@ -227,138 +240,84 @@ def _pixels(dataset, size):
 # ---- Folders -----------------------------------------------------------------------------------
 
 
-def from_folder(folder, size, fraction, validation, workers, seed):
-    """Read a folder of images as torchvision's ImageFolder does, but nothing hidden.
-    It holds a folder of images for each class; or train/ and test/ (or val/) with such folders; or
-    images without labels, at any depth. Without test/, it tests on every fifth of a class."""
-    parts, classes = [], None
-    for source in _sources(folder):
-        samples, names = _find_images(source)
-        classes = names if classes is None else classes
-        wanted = f"a folder of train/'s classes, {classes}, not {names}"
-        require(names == classes, "--data", source, wanted)
-        parts.append(samples)
-    train, test = parts[0], parts[-1]  # a list of (path, label) for each class
-    if validation or len(parts) == 1:
-        test = [samples[4::5] for samples in train]
-        train = [[x for k, x in enumerate(samples) if k % 5 < 4] for samples in train]
-    train, test = sum(train, []), sum(test, [])
-    if train:
-        kept = share(torch.tensor([label for _, label in train]), fraction, seed)
-        train = [train[k] for k in kept]
-    size = size or _side_of_first(train + test)
-    sets = [decode(samples, size, workers) for samples in (train, test)]
-    counts = [len(labels) for _, labels in sets]
-    got = f"{folder}, with {counts[0]} readable images to train on and {counts[1]} to test"
-    wanted = "a folder with 2 of each or more; without test/, every fifth of a class is to test"
-    require(min(counts) >= 2, "--data", got, wanted)
-    return Images._make(sets[0] + sets[1] + (classes,))
+class Folder(datasets.ImageFolder):
+    """Read a folder of images: a folder for each class, or images at any depth without classes.
+    An item is an image uint8 (3, size, size), or an error as text, and its label."""
+
+    def __init__(self, root: Path, size: int | None):
+        super().__init__(root, loader=self.open, is_valid_file=self.is_image, allow_empty=True)
+        self.size = size or _side_of_first(self.imgs)
+
+    def find_classes(self, directory):
+        names = [path.name for path in Path(directory).iterdir() if path.is_dir()]
+        names = sorted(name for name in names if name[0] != ".")
+        if len(names) < 2:  # one folder is no choice of classes
+            return [], {"": -1}
+        return names, {name: k for k, name in enumerate(names)}
+
+    def is_image(self, path):
+        within = Path(path).relative_to(self.root)
+        hidden = any(part[0] == "." for part in within.parts)
+        return path.lower().endswith(IMG_EXTENSIONS) and not hidden
+
+    def open(self, path):
+        try:
+            picture = ImageOps.exif_transpose(default_loader(path))  # as the camera was held
+            return T.pil_to_tensor(T.center_crop(T.resize(picture, self.size, BICUBIC), self.size))
+        except Exception as error:  # broken files raise exceptions of many types
+            return str(error)
+
+    def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode files → images uint8 (n, 3, size, size), labels (n,), without broken ones."""
+        workers = os.cpu_count() if len(index) > 5000 else 0
+        # a generator of its own, else the loader would draw from the global one
+        own = {"num_workers": workers, "generator": torch.Generator()}
+        items = DataLoader(Subset(self, index.tolist()), batch_size=None, collate_fn=_same, **own)
+        images = torch.empty(len(index), 3, self.size, self.size, dtype=torch.uint8)
+        labels, broken = [], []
+        bar = tqdm(items, "reading", unit=" files", leave=False, delay=2)
+        for k, (image, label) in zip(index.tolist(), bar, strict=True):
+            if torch.is_tensor(image):
+                images[len(labels)] = image
+                labels.append(label)
+            else:
+                broken.append(f"{self.imgs[k][0]} ({image})")
+        if broken:
+            some = ", ".join(broken[:5])
+            message = f"{len(broken)} of {len(index)} files cannot be read, such as {some}"
+            warnings.warn(message, stacklevel=1)
+        return images[: len(labels)], torch.tensor(labels, dtype=torch.long)
 
 
-def _sources(folder):
-    """List the folders of a data set: that to train on, and that to test, if there is one."""
-    if not (folder / "train").is_dir():
-        return [folder]
-    used = ("train", "test", "val")
-    others = [path.name for path in folder.iterdir() if path.is_dir() and path.name[0] != "."]
-    others = sorted(set(others) - set(used))
-    if others:
-        message = f"folders beside {folder / 'train'} are left out: {', '.join(others)}"
-        warnings.warn(message, stacklevel=1)
-    tests = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
-    return [folder / "train"] + tests[:1]
-
-
-def _find_images(source):
-    """Find the images in a folder → a list of (path, label) for each class, names of classes."""
-    names = [path.name for path in source.iterdir() if path.is_dir() and path.name[0] != "."]
-    names.sort()
-    if len(names) < 2:  # one folder is no choice of classes
-        return [_visible(source, "", -1)], []
-    loose = [path for path in source.iterdir() if path.suffix.lower() in SUFFIXES]
-    if loose:
-        message = f"{len(loose)} images beside the folders of classes in {source} are left out"
-        warnings.warn(message, stacklevel=1)
-    return [_visible(source, name, k) for k, name in enumerate(names)], names
-
-
-def _visible(source, name, label):
-    """List the images of one class, [(path, label)], but nothing hidden."""
-    samples = make_dataset(source, {name: label}, SUFFIXES, allow_empty=True)
-    require(samples or not name, "--data", source / name, "a folder with images in it")
-    paths = [Path(path) for path, _ in samples]
-    return [(path, label) for path in paths if "/." not in f"/{path.relative_to(source)}"]
+def _same(item):
+    return item
 
 
 def _side_of_first(samples):
-    """Return the side of the first readable image; 32 if there is none."""
+    """Return the shorter side of the first readable image, even and at most 96; or 32."""
     for path, _ in samples:
-        image = try_image(path)
-        if torch.is_tensor(image):
-            return image.shape[-1]
+        try:
+            shorter = min(default_loader(path).size)
+        except Exception:  # broken files raise exceptions of many types
+            continue
+        return min(96, shorter // 2 * 2)
     return 32
 
 
-def read_image(path: str | Path, size: int) -> Tensor:
-    """Read the middle of an image, (3, size, size).
-    Size 0 stands for the image's own if it is square and at most 96, else for 32, 64 or 96."""
-    with Image.open(path) as picture:
-        side = 2 * size or 192
-        picture.draft("RGB", (side, side))  # much larger JPEG files are read faster
-        picture = ImageOps.exif_transpose(picture)  # as the camera was held
-        if picture.mode[0] == "I":  # 16 bits of grey
-            picture = Image.fromarray(np.uint8(np.asarray(picture) // 257))
-        if picture.has_transparency_data:
-            rgba = picture.convert("RGBA")
-            white = Image.new("RGBA", rgba.size, "white")
-            picture = Image.alpha_composite(white, rgba)
-        picture = picture.convert("RGB")
-    size = size or _side(picture.size)
-    return T.pil_to_tensor(T.center_crop(T.resize(picture, size, BICUBIC), size))
-
-
-def _side(shape):
-    """Choose a side for images of a shape."""
-    shorter = min(shape) // 2 * 2  # even, as the small encoder needs it
-    if max(shape) <= min(96, shorter + 1):
-        return shorter
-    if shorter < 64:
-        return 32
-    return 64 if shorter < 96 else 96
-
-
-def try_image(path: str | Path, size: int = 0) -> Tensor | str:
-    """Read an image, or return the error as text."""
-    try:
-        return read_image(path, size)
-    except Exception as error:  # broken files raise exceptions of many types
-        return str(error)
-
-
-def decode(samples: list, size: int, workers: int | None) -> tuple[Tensor, Tensor]:
-    """Decode files, [(path, label)] → images uint8 (n, 3, size, size), labels (n,).
-    Broken files are left out, and a warning names them."""
-    if workers is None:
-        workers = os.cpu_count() if len(samples) > 5000 else 0
-    paths = [path for path, _ in samples]
-    images = torch.empty(len(paths), 3, size, size, dtype=torch.uint8)
-    files = torch.utils.data.DataLoader(
-        paths,
-        batch_size=None,
-        num_workers=workers,
-        generator=torch.Generator(),  # else the loader would draw from the global one
-        collate_fn=functools.partial(try_image, size=size),
-    )
-    labels, broken = [], []
-    bar = tqdm(files, "reading", unit=" files", leave=False, delay=2)
-    for (path, label), image in zip(samples, bar, strict=True):
-        if torch.is_tensor(image):
-            images[len(labels)] = image
-            labels.append(label)
-        else:
-            broken.append(f"{path} ({image})")
-    if broken:
-        some = ", ".join(broken[:5])
-        message = f"{len(broken)} of {len(paths)} files cannot be read, such as {some}"
-        warnings.warn(message, stacklevel=1)
-    return images[: len(labels)], torch.tensor(labels, dtype=torch.long)
+def from_folder(folder: Path, size: int | None) -> tuple:
+    """Find the images of a folder, or of train/ and test/ (or val/) in it → sources, classes.
+    Without test/, the training set is the test set as well."""
+    places = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
+    if (folder / "train").is_dir():
+        train = Folder(folder / "train", size)
+    else:
+        train, places = Folder(folder, size), []
+    for name, k in train.class_to_idx.items():
+        require(k in train.targets or k < 0, "--data", folder / name, "a folder with images in it")
+    found = source = Source(torch.tensor(train.targets, dtype=torch.long), train.read)
+    if places:
+        test = Folder(places[0], train.size)
+        wanted = f"a folder of train/'s classes, {train.classes}, not {test.classes}"
+        require(test.classes == train.classes, "--data", places[0], wanted)
+        found = Source(torch.tensor(test.targets, dtype=torch.long), test.read)
+    return source, found, train.classes

@@ -1,14 +1,11 @@
-"""What an encoder has learned: figures, a table, pictures of a finished run's folder, a page."""
+"""What an encoder has learned: figures, a table, pictures, a page."""
 
 import base64
-import copy
-import dataclasses
 import html
 import io
 import math
 import shlex
 import string
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,15 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torchvision
 from matplotlib import pyplot as plt
 from scipy import special
 from torch import Tensor
-from tqdm import tqdm
 
 import hardneg
-from training import command, readouts, require, runs
-from training.images import Images, at_most, read, share
+from training import readouts, runs, words_of
+from training.images import Images, at_most, share
 
 COLUMNS = {
     "linear": "linear %",
@@ -36,7 +31,6 @@ OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of
 FIGURES = "loss positive negative spread ess candidates clamped share".split()
 FIGURES += "d_loss g_loss diversity".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
-STEPS = 500  # of fine-tuning
 
 
 # ---- Figures -----------------------------------------------------------------------------------
@@ -92,134 +86,22 @@ def measure(encoder, images: Images, name: str, seed: int, known: dict | None = 
     if "raw" not in known:
         known["raw"] = evaluate(None, images)
     if start not in known:
-        first = runs.untrained(name, images.train.shape[-1], images.train.device, seed)
-        known[start] = evaluate(first, images)
+        known[start] = evaluate(runs.untrained(name, images, seed), images)
     trained = evaluate(encoder, images)
     return trained | {"untrained": known[start], "raw": known["raw"]}
 
 
-def save_results(path: Path, results: dict) -> dict:
-    """Write the results of a run as JSON, and print their table → the results, with versions."""
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    results = results | {"versions": versions | {"torchvision": torchvision.__version__}}
-    print_table(results)
-    runs.write_json(path, results)
-    before = max(results["untrained"]["linear"] or 0, results["raw"]["linear"] or 0)
-    if results["linear"] is not None and results["linear"] <= before:
-        print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
-    print(f"saved in {path}")
-    return results
-
-
-def write_pictures(options, results: dict, images: Images | None = None) -> None:
-    """Draw the curves of a run, or all pictures and their page if `train.Options` ask for it."""
-    if options.report:
-        write_page(options.out, images or read(options), results)
-    else:
-        save(options.out, draw_curves(results["history"]))
-
-
-def show_again(options, results: dict, images: Images | None = None) -> dict:
-    """Print the table of a finished run, and draw its pictures if they are missing."""
-    print_table(results)
-    last = "report.html" if options.report else "curves.png"
-    if not (options.out / last).exists():
-        write_pictures(options, results, images)
-    print(f"finished before, in {options.out}; --overwrite replaces it")
-    return results
-
-
-def transfer(folder: Path, options, labelled: float | None = None) -> None:
-    """Measure the encoder of a run on the images of `train.Options`: the readout alone is trained.
-    labelled: the share of labels on which the encoder is fine-tuned as well.
-    Ref: [3] Tables 3, 4"""
-    state = runs.read_checkpoint(folder, options.device)
-    was, epochs = state["args"], max(0, state["training"]["epoch"])
-    name = was["encoder"]
-    print(f"{name} of {folder}, after {epochs} epochs of training on {was['data']}")
-    images = read(dataclasses.replace(options, size=state["size"]))
-    require(labelled is None or bool(images.classes), "--data", options.data, "with classes")
-    encoder = runs.encoder_of(state, options.device)
-    data = Path(options.data).resolve().name
-    if options.validation:
-        data += "-validation"
-    if options.fraction < 1:
-        data += f"-{options.fraction:g}"
-    results = {"run": folder, "trained_on": was["data"], "epochs": epochs}
-    results |= {name: getattr(options, name) for name in ("data", "fraction", "validation")}
-    results |= measure(encoder, images, name, was["seed"])
-    if labelled is not None:
-        first = runs.untrained(name, state["size"], options.device, was["seed"])
-        accuracy = finetune(encoder, images, labelled, was["seed"])
-        from_scratch = finetune(first, images, labelled, was["seed"])
-        results |= {"finetune": labelled, "finetuned": accuracy}
-        results["untrained"]["finetuned"] = from_scratch
-        data += f"-finetuned-{labelled:g}"
-        print(f"fine-tuned on {100 * labelled:g} % of the labels: {accuracy:.1f} % of test images")
-        print(f"the same from the untrained encoder: {from_scratch:.1f} %")
-    save_results(folder / f"evaluate-{data}.json", results)
-
-
-def finetune(encoder, images: Images, labelled: float, seed: int) -> float:
-    """Train a copy of an encoder, and a readout, on a share of the labels → its accuracy in %.
-    Batches of 64; crops and mirror images; AdamW, whose rates fall to 0 by a cosine.
-    Ref: [3] 1"""
-    device = images.train.device
-    generator = torch.Generator(device).manual_seed(seed)
-    known = (images.train_labels >= 0).nonzero()[:, 0]
-    chosen = known[share(images.train_labels[known].cpu(), labelled, seed).to(device)]
-    encoder = copy.deepcopy(encoder).train()
-    readout = torch.nn.Linear(encoder.features, len(images.classes), device=device)
-    torch.nn.init.zeros_(readout.weight)
-    torch.nn.init.zeros_(readout.bias)
-    parts = [{"params": encoder.backbone.parameters(), "lr": 1e-3}]
-    parts += [{"params": readout.parameters(), "lr": 1e-2}]
-    optimizer = torch.optim.AdamW(parts)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    for _ in tqdm(range(STEPS), f"fine-tuning on {len(chosen)} labels", leave=False):
-        index = chosen[torch.randint(len(chosen), (64,), generator=generator, device=device)]
-        views = hardneg.view(images.train[index], generator, area=(0.5, 1.0), jitter=0, gray=0)
-        logits = readout(encoder(views)[0])
-        loss = torch.nn.functional.cross_entropy(logits, images.train_labels[index])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    features, _ = hardneg.embed(encoder, images.test)
-    right = readout(features).argmax(1) == images.test_labels
-    return round(100 * right.float().mean().item(), 4)
-
-
 def describe(options, training: hardneg.Training) -> None:
-    """Print the loss with its options, its schedules, and its value at chance."""
+    """Print the loss with its options, and its schedules."""
     used = options.of_the_run()
-    used.pop("loss")
     if training.method.criterion.options["tau_plus"] is None:
         used["tau_plus"] = "1/(N + 1)"
     words = [f"{name} {used[name]}" for name in hardneg.DEFAULTS if name in used]
-    print(f"loss {options.loss}: {', '.join(words)}")
+    print(", ".join(words))
     end = 1 - 1 / (training.epochs * training.steps_per_epoch)  # the progress at the last step
     for name, schedule in training.schedules.items():
         first, half, last = (schedule(progress) for progress in (0.0, 0.5, end))
         print(f"{name} goes from {first:g} to {half:g} by halftime, and ends at {last:g}")
-    if options.objective in ("nce", "ppcl"):
-        n = _candidates(options, training)
-        print(f"chance, all similarities equal: log(N + 1) = log({n + 1}) = {math.log(n + 1):.2f}")
-
-
-def _candidates(options, training):
-    """Count the candidates of an anchor that have weight, in the first batch."""
-    batch = math.ceil(len(training.images) / training.steps_per_epoch)
-    n = 2 * batch - 2
-    if options.method == "bank":
-        n = len(training.images) - 1
-    elif options.method == "queue":
-        n = options.queue_size + batch - 1
-    elif options.method == "diffhard":  # as many generated images as real ones
-        n = 4 * batch - 2
-    if options.weights == "top":
-        n = math.ceil(round(n * options.alpha, 6))  # 0.07 · 100 is above 7 in floating point
-    return n
 
 
 def keep_figures(seen: list[dict]) -> None:
@@ -306,20 +188,15 @@ def print_table(results: dict) -> None:
     print()
     for line in cells(rows_of(results)):
         print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
+    before = max(results["untrained"]["linear"] or 0, results["raw"]["linear"] or 0)
+    if results["linear"] is not None and results["linear"] <= before:
+        print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
 
 
-# ---- The page ----------------------------------------------------------------------------------
+# ---- The page: pictures, each with a title and a caption ----------------------------------------
 
-
-class Picture(NamedTuple):
-    """Hold a picture of the page: what is seen, and how to read it."""
-
-    name: str
-    title: str
-    caption: str
-    figure: plt.Figure
-
-
+plt.switch_backend("Agg")  # needs no screen
+plt.style.use("tableau-colorblind10")
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$title</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
@@ -336,17 +213,38 @@ $pictures<h2>The command that repeats this run</h2><pre>$command</pre>
 """)
 
 
-def write_page(folder: Path, images: Images, results: dict) -> None:
-    """Draw the pictures of the run in a folder, and write report.html."""
-    state = runs.read_checkpoint(folder, images.train.device)
+class Picture(NamedTuple):
+    """Hold a picture: what is seen, and how to read it."""
+
+    title: str
+    caption: str
+    figure: plt.Figure
+
+    def png(self) -> bytes:
+        """Draw it as a PNG file."""
+        content = io.BytesIO()
+        self.figure.savefig(content, format="png", dpi=120)
+        plt.close(self.figure)
+        return content.getvalue()
+
+
+def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
+    """Draw what a run of `train.Options` has learned, from some 2000 test images: report.html."""
+    some = at_most(images, 2000)
+    test, labels = some.test, some.test_labels
+    first = runs.untrained(options.encoder, images, options.seed)
+    z = {"untrained": hardneg.embed(first, test)[1], "trained": hardneg.embed(encoder, test)[1]}
+    pictures = [draw_curves(results["history"]), draw_nearest(options, z, labels, test)]
+    if len(test) > 5:  # t-SNE of half of them needs three
+        pictures.append(draw_map(z["trained"][::2], labels[::2], some.classes))
     parts = []
-    for picture in pictures_of(state, images):
-        data = base64.b64encode(save(folder, picture)).decode()
+    for picture in pictures:
+        data = base64.b64encode(picture.png()).decode()
         title, caption = html.escape(picture.title), html.escape(picture.caption)
         parts.append(f"<h2>{title}</h2><p>{caption}</p>")
         parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}">\n')
     # of all options, so that it repeats the run whatever the defaults become
-    again = shlex.join(["python", "train.py"] + command.words_of(results["options"]))
+    again = shlex.join(["python", "train.py"] + words_of(results["options"]))
     summary = f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s, "
     summary += f"seed {results['seed']}"
     page = PAGE.substitute(
@@ -357,8 +255,8 @@ def write_page(folder: Path, images: Images, results: dict) -> None:
         command=html.escape(again),
         options=_html_table(results["options"].items()),
     )
-    runs.write(folder / "report.html", page.encode())
-    print(f"pictures and options in {folder / 'report.html'}")
+    runs.write(options.out / runs.PAGE, page.encode())
+    print(f"pictures and options in {options.out / runs.PAGE}")
 
 
 def _html_table(lines):
@@ -367,51 +265,6 @@ def _html_table(lines):
     for line in lines:
         rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}" for cell in line))
     return "".join(rows)
-
-
-# ---- Pictures: to add one, write a function that returns a Picture, call it in `pictures_of`, and
-# add its name to runs.PICTURES -------------------------------------------------------------------
-
-plt.switch_backend("Agg")  # needs no screen
-plt.style.use("tableau-colorblind10")
-
-
-def pictures_of(state: dict, images: Images) -> list[Picture]:
-    """Draw what the encoder of a checkpoint has learned, from some 2000 test images."""
-    options = state["args"]
-    _, _, test, labels, classes = at_most(images, 2000)
-    first = runs.untrained(options["encoder"], state["size"], test.device, options["seed"])
-    before = hardneg.embed(first, test)[1]
-    after = hardneg.embed(runs.encoder_of(state, test.device), test)[1]
-    pictures = [draw_curves(state["history"])]
-    pictures.append(draw_nearest(options, {"untrained": before, "trained": after}, labels, test))
-    if len(after) > 5:  # t-SNE of half of them needs three
-        pictures.append(draw_map(after[::2], labels[::2], classes))
-    if classes:
-        pictures.append(draw_histograms({"untrained": before, "trained": after}, labels))
-    if options["method"] == "diffhard":
-        pictures.append(draw_pairs(state))
-    return pictures
-
-
-def save(folder: Path, picture: Picture) -> bytes:
-    """Write a picture into a folder as PNG → its bytes."""
-    content = io.BytesIO()
-    picture.figure.savefig(content, format="png", dpi=120)
-    plt.close(picture.figure)
-    runs.write(folder / f"{picture.name}.png", content.getvalue())
-    return content.getvalue()
-
-
-def panels(count: int) -> tuple:
-    """Make panels side by side."""
-    figure, axes = plt.subplots(1, count, figsize=(8, 3.6), squeeze=False, layout="constrained")
-    return figure, axes[0]
-
-
-def legend(axis: plt.Axes) -> None:
-    """Set a legend below a panel, where it hides no curve."""
-    axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
 PANEL_OF = {"loss": "losses", "d_loss": "losses", "g_loss": "losses", "knn": "kNN %"}
@@ -426,73 +279,64 @@ def draw_curves(history: list[dict]) -> Picture:
             if name != "epoch":
                 panel = curves.setdefault(PANEL_OF.get(name, "cosines and shares"), {})
                 panel.setdefault(name, []).append((epoch["epoch"], value))
-    figure, axes = panels(len(curves))
-    for axis, (title, lines) in zip(axes, sorted(curves.items(), reverse=True), strict=True):
+    figure, axes = plt.subplots(
+        1, len(curves), figsize=(8, 3.6), squeeze=False, layout="constrained"
+    )
+    for axis, (title, lines) in zip(axes[0], sorted(curves.items(), reverse=True), strict=True):
         for name, points in lines.items():
             axis.plot(*np.array(points).T, ".-", label=name, linewidth=1)
         axis.set(title=title, xlabel="epoch")
-        legend(axis)
+        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     losses = [value for _, value in curves["losses"]["loss"]]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
     caption = "Cosines of views of one image (positive) and of others (negative) part during "
     caption += "training. spread: standard deviation of the cosines of an anchor's negatives; ess: "
     caption += "effective share of negatives; candidates: how many negatives an anchor has; "
     caption += "clamped: share of anchors at the floor of debiasing."
-    return Picture("curves", title, caption, figure)
+    return Picture(title, caption, figure)
 
 
 def draw_nearest(
-    options: dict, embeddings: dict[str, Tensor], labels: Tensor, test: Tensor, columns: int = 7
+    options, embeddings: dict[str, Tensor], labels: Tensor, test: Tensor, columns: int = 7
 ) -> Picture:
     """Draw images with their nearest others and their weights, before and after training.
     Ref: [2] Fig. 2, 3"""
     chosen = [int((labels == c).nonzero()[0, 0]) for c in labels.unique()[:4]]
     if len(chosen) == 1:  # no classes
         chosen = range(min(4, len(labels)))
-    shape = 2 * len(chosen), columns + 1
-    size = 6, 2 * len(chosen)
+    shape, size = (2 * len(chosen), columns + 1), (6, 2 * len(chosen))
     figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")  # where images are few, the last panels of a row stay empty
-    settings = {name: options[name] for name in hardneg.DEFAULTS if name in options}
-    settings = hardneg.settle(settings)
     for turn, (name, z) in enumerate(embeddings.items()):
         cosines = (z @ z.T).fill_diagonal_(-math.inf)
-        log_w = log_weights(z, settings)
+        weights = weights_of(z, options)
         for row, anchor in enumerate(chosen):
             line = axes[2 * row + turn]
             _show(line[0], test[anchor], name)
             nearest = cosines[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
             for axis, k in zip(line[1:], nearest, strict=False):
                 is_false = bool(labels[k] == labels[anchor] >= 0)
-                weight = f"{log_w[anchor, k].exp():.2g}"
-                _show(axis, test[k], weight, "C1" if is_false else "k")
+                _show(axis, test[k], f"{weights[anchor, k]:.2g}", "C1" if is_false else "k")
     caption = "Left, an image; beside it its nearest others, the hardest negatives, with their "
     caption += "weights."
     if labels.max() >= 0:
         caption += " Orange: of the image's class, so a false negative."
-    return Picture("nearest", "The hardest negatives, before and after training", caption, figure)
+    return Picture("The hardest negatives, before and after training", caption, figure)
 
 
-def log_weights(z: Tensor, options: hardneg.Options) -> Tensor:
-    """Weigh, for each of some unit rows (n, D), the others as candidates → log weights (n, n).
-    options: settled ones. Every row has the weights that the loss would give it."""
-    t = options["temperature"]
+def weights_of(z: Tensor, options) -> Tensor:
+    """Weigh, for each of some unit rows (n, D), the others as `train.Options` say → (n, n)."""
+    names = [name for name in hardneg.DEFAULTS if name in vars(options)]
+    settled = hardneg.settle({name: getattr(options, name) for name in names})
+    t, potential = torch.tensor(options.temperature), z.new_zeros(())
     logits = (z @ z.T / t).fill_diagonal_(hardneg.MASKED)
+    if options.weights == "transported":
+        kernel = hardneg.by_rule(logits, logits, potential, t, settled)
+        _, potential, _ = hardneg.sinkhorn(lambda: [kernel], symmetric=True)
     log_n = torch.tensor(math.log(len(z) - 1))
-    potential = torch.zeros(())
-    if options["weights"] == "transported":
-        potential = potential_of(logits, options)
-    of_candidates, _ = hardneg.weigh(logits[:, :1], logits, log_n, potential, t, options)
-    return of_candidates
-
-
-def potential_of(logits: Tensor, options: hardneg.Options) -> Tensor:
-    """Couple the rows of a batch with each other → the potential (n,) of `hardneg.transported`."""
-    t, none = options["temperature"], torch.zeros(())
-    kernel = hardneg.by_rule(logits, logits, none, t, options)
-    _, potential, _ = hardneg.sinkhorn(lambda: [kernel], symmetric=True)
-    return potential
+    log_w, _ = hardneg.weigh(logits[:, :1], logits, log_n, potential, t, settled)
+    return log_w.exp()
 
 
 def _show(axis, image, title, color="k"):
@@ -520,7 +364,7 @@ def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> 
         caption += f" Colours are classes; by chance, {100 * shares.square().sum():.0f} % of the "
         caption += "nearest would be of an image's class. An island may hold several classes: the "
         caption += "encoder has grouped those images by something else, such as their colours."
-    return Picture("map", title, caption, figure)
+    return Picture(title, caption, figure)
 
 
 def plane(z: Tensor, nearest: Tensor, steps: int = 300) -> Tensor:
@@ -538,61 +382,3 @@ def plane(z: Tensor, nearest: Tensor, steps: int = 300) -> Tensor:
         loss.backward()
         optimizer.step()
     return x.detach()
-
-
-def cosines_by_class(z: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines of unit rows: of all pairs of one class, of all of different classes."""
-    pairs = torch.ones(len(labels), len(labels), dtype=torch.bool).triu(1)
-    cosines = (z @ z.T).cpu()[pairs]
-    same = (labels[:, None] == labels).cpu()[pairs]
-    return cosines[same], cosines[~same]
-
-
-def histogram(cosines: Tensor, bins: int = 100) -> tuple:
-    """Count cosines → the places of the bins from −1 to 1, and the share of each."""
-    counts = cosines.clamp(-1, 1).histc(bins, -1, 1)  # rounding leaves some beyond 1
-    return torch.linspace(-1, 1, bins).numpy(), (counts / len(cosines)).numpy()
-
-
-def overlap(one: Tensor, other: Tensor) -> float:
-    """Return the area that the histograms of two samples of cosines share, from 0 to 1."""
-    return float(np.minimum(histogram(one)[1], histogram(other)[1]).sum())
-
-
-def draw_histograms(embeddings: dict[str, Tensor], labels: Tensor) -> Picture:
-    """Draw the cosines of pairs of one class and of different classes. Ref: [1] App. B"""
-    figure, axes = panels(len(embeddings))
-    overlaps = {}
-    for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
-        same, different = cosines_by_class(z, labels)
-        for title, cosines in (("one class", same), ("different classes", different)):
-            places, shares = histogram(cosines)
-            axis.plot(places, shares, label=title)
-        axis.set(title=f"{name} encoder", xlabel="cosine", ylabel="share", xticks=(-1, 0, 1))
-        legend(axis)
-        overlaps[name] = f"{100 * overlap(same, different):.0f} %"
-    title = f"Same and different classes overlap by {overlaps['trained']} "
-    title += f"(untrained: {overlaps['untrained']})"
-    caption = "On the right, pairs of different classes are hard negatives, pairs of one class "
-    caption += "false ones."
-    return Picture("histograms", title, caption, figure)
-
-
-def draw_pairs(state: dict, n: int = 42) -> Picture:
-    """Draw images of the same latents by the generator and its slow copy, at the end of a game."""
-    options, weights = state["args"], state["training"]["method"]
-    generator = torch.Generator().manual_seed(options["seed"])
-    z = torch.randn(n, options["latent"], generator=generator)
-    images = []
-    for prefix in ("game.G.", "game.G_ema."):
-        network = hardneg.Generator(state["size"], options["width"], options["latent"])
-        own = {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
-        network.load_state_dict(own)
-        with torch.no_grad():
-            images.append(network.eval()(z))
-    sheet = torchvision.utils.make_grid(torch.stack(images, 1).flatten(0, 1), 12, pad_value=1.0)
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
-    axis.imshow(sheet.permute(1, 2, 0).numpy())
-    axis.axis("off")
-    caption = "Each pair: a latent by G and by its slow copy."
-    return Picture("pairs", "Generated images", caption, figure)
