@@ -24,22 +24,17 @@ from training.images import KNOWN, TORCHVISION, Images, read
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
 # a row where hardneg's defaults lose more than a point on the shapes.
 SMALL = {"batch_size": 64, "lr": 2e-3}
-LOSSES = {
-    "simclr": {"temperature": 0.05},
-    "hcl": {"temperature": 0.3, "beta": 1.0, "tau_plus": 0.1},
-    "hard": {"temperature": 0.07},
-    "hard-simple": {"alpha": 0.1, "lead_in": False, "epochs": 28} | SMALL,
-    # on the nearest negative alone all embeddings collapse
-    "triplet": {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16} | SMALL,
-}
-GAME = dict(loss="ppcl", pairs=True, ascent=True, momentum=0.99, pretrain=2, every=8, width=8)
-METHODS = {
-    "simclr": {},
-    "bank": {"momentum": 0.8, "epochs": 24} | SMALL,
-    "queue": {"momentum": 0.9, "queue_size": 64, "epochs": 24} | SMALL,
-    "clae": {"bound": 0.005},
-    "diffhard": GAME | {"latent": 64, "gan_lr": 4e-4, "ascent_lr": 1e-4, "epochs": 6} | SMALL,
-}
+LOSSES = {"simclr": {"temperature": 0.05}, "hard": {"temperature": 0.07}}
+LOSSES["hcl"] = {"temperature": 0.3, "beta": 1.0, "tau_plus": 0.1}
+LOSSES["hard-simple"] = {"alpha": 0.1, "lead_in": False, "epochs": 28} | SMALL
+# on the nearest negative alone all embeddings collapse
+LOSSES["triplet"] = {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16} | SMALL
+METHODS = {"simclr": {}, "bank": {"momentum": 0.8, "epochs": 24} | SMALL}
+METHODS["queue"] = {"momentum": 0.9, "queue_size": 64, "epochs": 24} | SMALL
+METHODS["clae"] = {"bound": 0.005}
+METHODS["diffhard"] = dict(loss="ppcl", pairs=True, ascent=True, momentum=0.99, pretrain=2)
+METHODS["diffhard"] |= dict(every=8, width=8, latent=64, gan_lr=4e-4, ascent_lr=1e-4, epochs=6)
+METHODS["diffhard"] |= SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
 BEST = hardneg.DEFAULTS
 # what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
@@ -106,15 +101,12 @@ LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9)}
 LIMITS |= dict.fromkeys(("weight_decay", "seed", "gan_lr", "ascent_lr"), (0, 10**9))
 LIMITS["queue_size"] = (1, 10**9)
 OF_LOGITS = set(hardneg.OF_LOGITS)
-LOOKS = {  # the rules and objectives that look at an option
-    "temperature": OF_LOGITS | {"tilted"},
-    "detach_weights": {"tilted", "transported"},
-    "margin": {"triplet"},
-    **dict.fromkeys(("tau_plus", "debias"), OF_LOGITS),
-    **dict.fromkeys(("beta", "anneal"), {"tilted"}),
-    **dict.fromkeys(("alpha", "lead_in"), {"top"}),
-    **dict.fromkeys(("epsilon", "cost", "kappa"), {"transported"}),
-}
+LOOKS = {"temperature": OF_LOGITS | {"tilted"}, "margin": {"triplet"}}  # who look at an option
+LOOKS["detach_weights"] = {"tilted", "transported"}
+LOOKS |= dict.fromkeys(("tau_plus", "debias"), OF_LOGITS)
+LOOKS |= dict.fromkeys(("beta", "anneal"), {"tilted"})
+LOOKS |= dict.fromkeys(("alpha", "lead_in"), {"top"})
+LOOKS |= dict.fromkeys(("epsilon", "cost", "kappa"), {"transported"})
 MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
 
 

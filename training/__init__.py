@@ -13,8 +13,9 @@ def require(valid: bool, name: str, got: object, allowed: str) -> None:
 
 def flag_of(name: str, value: object = None) -> str:
     """Write the flag that gives an option a value."""
-    flag = name.replace("_", "-")
-    return f"--no-{flag}" if value is False else f"--{flag}"
+    if value is False:
+        name = f"no_{name}"
+    return f"--{name.replace('_', '-')}"
 
 
 def words_of(options: dict) -> list[str]:

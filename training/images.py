@@ -115,8 +115,9 @@ def at_most(images: Images, n: int) -> Images:
     return Images(*train, images.test[others], images.test_labels[others], images.classes)
 
 
-def in_memory(pixels: Tensor, labels: Tensor) -> Source:
-    """Make a source of images that are read."""
+def in_memory(found: tuple) -> Source:
+    """Make a source of images that are read, with their labels."""
+    pixels, labels = found
     return Source(labels, lambda index: (pixels[index], labels[index]))
 
 
@@ -152,8 +153,8 @@ CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0
 
 def built_in(size: int, seed: int) -> tuple:
     """Draw 8000 shapes to train on and 2000 to test."""
-    train = in_memory(*shapes(8000, seed=seed, size=size))
-    test = in_memory(*shapes(2000, seed=seed + 10**6, size=size))
+    train = in_memory(shapes(8000, seed=seed, size=size))
+    test = in_memory(shapes(2000, seed=seed + 10**6, size=size))
     return train, test, SHAPES
 
 
@@ -221,7 +222,7 @@ def from_torchvision(name: str, root: str, size: int | None) -> tuple:
         message += f"of {kind} there, or name a folder of images"
         raise UserError(message) from error
     classes = [str(name) for name in getattr(train, "classes", range(10))]
-    return in_memory(*_pixels(train, size)), in_memory(*_pixels(test, size)), classes
+    return in_memory(_pixels(train, size)), in_memory(_pixels(test, size)), classes
 
 
 def _pixels(dataset, size):

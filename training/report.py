@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from scipy import special
@@ -284,7 +283,8 @@ def draw_curves(history: list[dict]) -> Picture:
     )
     for axis, (title, lines) in zip(axes[0], sorted(curves.items(), reverse=True), strict=True):
         for name, points in lines.items():
-            axis.plot(*np.array(points).T, ".-", label=name, linewidth=1)
+            epochs, values = zip(*points, strict=True)
+            axis.plot(epochs, values, ".-", label=name, linewidth=1)
         axis.set(title=title, xlabel="epoch")
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     losses = [value for _, value in curves["losses"]["loss"]]
@@ -350,9 +350,10 @@ def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> 
     nearest = (z @ z.T).fill_diagonal_(-math.inf).topk(count).indices  # (n, count)
     x = plane(z, nearest).cpu().numpy()
     figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    axis.scatter(*x.T, s=6, color="0.9")  # more classes than colours
+    axis.scatter(x[:, 0], x[:, 1], s=6, color="0.9")  # more classes than colours
     for label, name in enumerate(classes[:10]):
-        axis.scatter(*x[(labels == label).cpu()].T, s=6, label=name)
+        some = x[(labels == label).cpu()]
+        axis.scatter(some[:, 0], some[:, 1], s=6, label=name)
     axis.axis("off")
     title = f"A map of {len(x)} test images"
     caption = "Each point is an image, near those that the encoder finds alike."

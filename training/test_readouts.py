@@ -80,14 +80,17 @@ class TestReadouts:
             for j in np.argsort(-row, kind="stable")[:k]:
                 votes[labels[j]] += np.exp(row[j] / 0.5)
             right += votes.argmax() == label
-        found = readouts.knn_accuracy(*map(torch.as_tensor, (x, labels[:30], y, labels[30:])), k=k)
+        sets = map(torch.as_tensor, (x, labels[:30], y, labels[30:]))
+        found = readouts.knn_accuracy(*sets, k=k)
         assert found == pytest.approx(100 * right / 1030, abs=0.11)  # float32 may turn one vote
 
     def test_linear_readout_is_scipys(self):
         """The class is in a small difference of features: it takes weights against the penalty."""
         labels, x = rng(1).integers(3, size=1200), normal(1, 1200, 40)
-        x[:, 1] = x[:, 0] + 0.1 * x[:, 1] + 0.2 * (labels - 1)
-        scaled = (x - x[:200].mean(0)) / x[:200].std(0, ddof=1)
+        of_class = 0.2 * (labels - 1)
+        x[:, 1] = x[:, 0] + 0.1 * x[:, 1] + of_class
+        mean, std = x[:200].mean(0), x[:200].std(0, ddof=1)
+        scaled = (x - mean) / std
 
         def scores(flat, rows):
             weight, bias = flat[:120].reshape(3, 40), flat[120:]
@@ -95,16 +98,19 @@ class TestReadouts:
 
         def objective(flat):
             some = scores(flat, slice(200))
-            fit = np.mean(logsumexp(some, axis=1) - some[np.arange(200), labels[:200]])
+            own = some[np.arange(200), labels[:200]]
+            fit = np.mean(logsumexp(some, axis=1) - own)
             return fit + 1e-3 / 2 * (flat[:120] ** 2).sum()
 
         best = minimize(objective, np.zeros(123), tol=1e-9).x
-        wanted = 100 * np.mean(scores(best, slice(200, None)).argmax(1) == labels[200:])
+        guessed = scores(best, slice(200, None)).argmax(1)
+        wanted = 100 * np.mean(guessed == labels[200:])
         dull = normal(4, 1200, 1)
         dull[:200] = 0.1  # constant in training: no part
         for rows in (x, 1e3 * x + 5, np.concatenate([x, dull], 1)):
-            sets = map(torch.as_tensor, (rows[:200], labels[:200], rows[200:], labels[200:]))
-            found = readouts.linear_readout(*sets)
+            rows, classes = torch.tensor(rows), torch.tensor(labels)
+            split = rows[:200], classes[:200], rows[200:], classes[200:]
+            found = readouts.linear_readout(*split)
             assert found == pytest.approx(wanted, abs=0.31)  # a few are on the border
 
     @given(**SEEDS, n=st.integers(3, 8), d=st.integers(2, 4))
