@@ -114,7 +114,7 @@ class Options(TypedDict, total=False):
                     there are several. Candidates that do not count have logits of −1e30
     objective       None: that of the loss. Or a function of three tensors: logits (a, M) of
                     positives, logits (a, N) and log weights (a, N) of candidates. It returns losses
-                    (a,). What a function learns has to take part for the first anchor
+                    (a,). Blocks find what a function learns by its part in the first anchor's loss
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned. Its value
                     is checked on a CPU, but neither on a GPU nor in compiled code
     tau_plus        τ⁺ of nce, ppcl and decoupled; a function as objective ignores it. None: that
@@ -316,9 +316,11 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
 # by hand: edit it, and training follows at every batch size.
 # To add a rule, pass the function itself: contrastive_loss(x, y, weights=my_rule). Or write it
-# here. What is masked has to stay masked: `+ uniform(logits)` does that. Put its name in WEIGHTS,
-# and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in `by_rule`, its options
-# in Options. With τ⁺ > 0 it weighs positives, too: a threshold is that of the candidates.
+# here. What is masked has to stay below FAR: `+ uniform(logits)` does that, but after arithmetic
+# that may overflow or change the sign only if masked logits were made 0 before. Put its name in
+# WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in `by_rule`,
+# its options in Options. With τ⁺ > 0 it weighs positives, too, and has to find a threshold from the
+# candidates, as `top` does; a passed function cannot. If it cannot weigh positives, see `settle`.
 
 WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
@@ -419,9 +421,10 @@ def weigh(pos, neg, log_n, potential, t, options):
 # pos are logits (A, M) of positives, neg logits (A, N) of candidates. `nce`, `ppcl` and `decoupled`
 # see the negatives as one number, log_negatives (A,): the log of their weighted sum of e^s,
 # debiased. `simple` and `triplet` act on cosines, and know no τ⁺.
-# To add an objective, pass the function itself, or write it here: in OF_LOGITS if it sees positives
-# and log_negatives, else in OBJECTIVES and with a branch in `answer`. Under ppcl alone, labels name
-# positives: `_who` adds a column for each candidate to pos, MASKED where it is none.
+# To add an objective, pass a function of pos, neg and log weights. Or write it here: in OF_LOGITS
+# if it sees pos and log_negatives and nothing else, else in OBJECTIVES and with a branch in
+# `answer`. Without negatives log_negatives is below FAR, and the loss a constant. Under ppcl alone,
+# labels name positives: `_who` adds a column for each candidate to pos, MASKED where it is none.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -490,7 +493,7 @@ def published(log_all, log_positive, log_total, tau_plus, t):
     log_all (A,): log Σ_j w_j e^{s_j}; log_positive (A,): log E⁺, the weighted mean of e^p over
     positives; log_total: log W; tau_plus: τ⁺, both (A,) or () → (A,), and where the floor holds.
     No cosine is below −1, so no less than the floor can be left. At the floor the gradient is 0,
-    unless it comes through the sum of a function's weights.
+    but for that of t, and of W if the weights are a function's.
     For uniform weights W τ⁺ E⁺ is the expected sum over false negatives; for others the formula
     does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)"""
     floor = log_total - 1 / t
@@ -505,9 +508,10 @@ def exact(log_all, log_positive, log_total, log_share, least, most):
 
     log_share (A,): log τ_i of `class_share`; least, most (A,): bounds of the result. Hard weights
     raise a mean, so it is at least W times the published mean for uniform weights, which also
-    stands where τ_i ≥ 1. It is at most W times the largest e^s, unless the former is more. To be of
-    use it needs positives that are samples of the class, four or more, and t ≥ 0.3. The other
-    arguments and the result are those of `published`.
+    stands where τ_i ≥ 1. It is at most W times the largest e^s; if the lower bound exceeds that,
+    the lower bound wins. To be of use it needs positives that are samples of the class, four or
+    more, and t ≥ 0.3. The other arguments are those of `published`, and so is the result, but that
+    it tells where nothing is left, and not where the lower bound holds.
     Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_all, log_positive, log_total, log_share)
     clamped = nothing_left & (log_all > FAR)
@@ -604,7 +608,9 @@ class _Pairs(NamedTuple):
 
 
 # A new field of `_Pairs` belongs in the first list if it has a row for each anchor, as blocks and
-# ranks share these out; and in the second if it may have a gradient, else blocks would lose it.
+# ranks share these out; and in the second if it may have a gradient, else blocks would lose it. It
+# is then a tensor in every call; in both lists, one of A rows. One with an entry for each candidate
+# is gathered in `_line_up`: column rank·V·B + view·B + sample.
 PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "labels")
 MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
 
@@ -664,8 +670,8 @@ def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i: (a,), or ().
     In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in a
     sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0, and the objectives
-    put a constant. A new mask also ends the first return here, and `symmetric` in `_couple` unless
-    it masks (j, i) with (i, j)."""
+    put a constant. If you add a mask, extend the condition of the first return; if it does not mask
+    (j, i) with (i, j), also that of `symmetric` in `_couple`."""
     neg.scatter_(1, pairs.own, MASKED)
     margins = options["absolute_margin"], options["relative_margin"]
     if pairs.mask is None and pairs.labels is None and margins == (None, None):
@@ -727,7 +733,8 @@ def _mean_where(counts, x):
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
     """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
+    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ. A
+    new cost is finite from cosine −2 on, which stands for masked pairs, and named in Options."""
     if cost == "sqeuclidean":
         return 1 - cosines
     return torch.exp(2 - 2 * cosines - kappa)
@@ -881,8 +888,8 @@ def mine(
         rows = mine(all_x, all_y, k)[batch]                                      # (B, k)
         y_found = encoder(documents[rows.clamp_min(0)])                          # (B, k, D)
         contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
-    Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB, or 128 rows if
-    these are more"""
+    Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB in float32, or
+    128 rows if these are more"""
     _check_tensor("queries", queries, "floating", ("n", "D"))
     _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
     _check_number("k", k, 1)
@@ -941,7 +948,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
-# gets some anchors at a time.
+# gets some anchors at a time. A gradient reaches the fields MAY_LEARN of the pairs and what
+# functions of one's own hold, and nothing else: no tensor in the options.
 
 # glibc hands a freed piece of memory back to the system if it is large, and fresh pages cost more
 # than the arithmetic of a block. What counts as large is twice the largest piece ever freed in the
@@ -1105,10 +1113,10 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
-    With negatives=gather(rows, group), positive_index=rank * len(rows) + i, the rows of each rank
-    are candidates everywhere; i (B,) are the places in this rank's rows that show its samples. The
-    mean over ranks of the gradients is that of one process. All ranks need equally many rows.
-    Without a group: x itself."""
+    To share rows, give the loss group=group, negatives=gather(rows, group) and, as positive_index,
+    rank * len(rows) + i: i (B,) are the places in this rank's rows that show its samples. The mean
+    over ranks of the gradients is that of one process. All ranks need equally many rows. Without a
+    group: x itself."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
@@ -1116,7 +1124,8 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 # To add an option: a line and a sentence in Options, and its use; a whole number also in
-# `_check_option`.
+# `_check_option`. One that is learned becomes a field of `_Pairs`, as t does. To add an argument of
+# a call, such as `labels`: in Call, `contrastive_loss`, `_check_call` and `_line_up`.
 
 
 def unit(x: Tensor) -> Tensor:

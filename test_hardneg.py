@@ -1338,6 +1338,11 @@ class TestStatistics:
         _, stats = contrastive_loss(x, y, return_stats=True)
         first = 2**20 // 2000
         close(stats["positive"], F.cosine_similarity(x, y)[:first].mean(), 1e-12)
+        rows = embeddings(1, 1000, 1100, 4)  # of each anchor's own
+        _, stats = contrastive_loss(x, y, negatives=rows, return_stats=True)
+        first = 2**20 // 1100
+        few = {"negatives": rows[:first], "return_stats": True}
+        all_close(stats.values(), contrastive_loss(x[:first], y[:first], **few)[1].values(), 1e-12)
 
     def test_an_anchor_without_candidates_is_one_of_those_not_clamped(self):
         x, mask = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(4, 4).bool()
@@ -2979,6 +2984,14 @@ class TestTraining:
             assert equal_states(whole.state_dict(), second.state_dict())
         parts = "epoch step_in_epoch encoder method optimizer"
         assert set(whole.state_dict()) == set(parts.split())
+
+    def test_an_encoder_in_eval_mode_is_trained_in_training_mode(self):
+        training = begin(IMAGES, epochs=1)
+        training.encoder.eval()
+        batch_norm = training.encoder.backbone[2]
+        before = batch_norm.running_mean.clone()
+        next(iter(training))
+        assert not torch.equal(batch_norm.running_mean, before)
 
     def test_steps_and_seeds_differ_in_what_they_draw(self, monkeypatch):
         draws = []
