@@ -7,12 +7,15 @@ and checkpoint.pt. From Python: train.run(train.Options(loss="hard", alpha=0.3))
 
 import argparse
 import functools
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+# threads that wait for work sleep: beside another job, spinning would cost most of the time
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 import hardneg
