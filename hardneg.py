@@ -47,8 +47,8 @@ References
     [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. 2012.09740
     [5] Wang, Isola. Alignment and Uniformity. 2005.10242    [6] Chen et al. SimCLR. 2002.05709
     [7] Wu et al. Instance Discrimination. 1805.01978        [8] He et al. MoCo. 1911.05722
-    [9] Brock et al. BigGAN. 1809.11096                     [10] Knight, Ruiz, Uçar. Symmetric
-        scaling of matrices. SIAM J. Matrix Anal. Appl. 35, 2014
+    [9] Brock et al. BigGAN. 1809.11096                     [10] Knight, Ruiz, Uçar. A Symmetry
+        Preserving Algorithm for Matrix Scaling. SIAM J. Matrix Anal. Appl. 35, 2014
    [11] Gao et al. GradCache. 2101.06983                    [12] Yeh et al. DCL. 2110.06848
 """
 
@@ -316,11 +316,12 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
 # by hand: edit it, and training follows at every batch size.
 # To add a rule, pass the function itself: contrastive_loss(x, y, weights=my_rule). Or write it
-# here. What is masked has to stay below FAR: `+ uniform(logits)` does that, but after arithmetic
-# that may overflow or change the sign only if masked logits were made 0 before. Put its name in
+# here. What is masked has to stay far below the rest: end with `+ uniform(logits)`. If masked
+# logits could overflow on the way, or change their sign, make them 0 first. Put the rule's name in
 # WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in `by_rule`,
-# its options in Options. With τ⁺ > 0 it weighs positives, too, and has to find a threshold from the
-# candidates, as `top` does; a passed function cannot. If it cannot weigh positives, see `settle`.
+# its options in Options. With τ⁺ > 0 and several positives it weighs positives, too. If it has a
+# threshold, that is one of the candidates, as in `top`; a passed function cannot have it. If it
+# cannot weigh positives, return uniform(x) for them, and forbid "exact" in `settle`.
 
 WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
@@ -345,7 +346,9 @@ def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
     gradients in the shares of `uniform` at t/(1 + β).
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    if beta < 1e-15:  # then β · MASKED would mask no more, and β s is less than rounding
+    # below 1e-10, β · MASKED is above FAR: no harm, as the logits themselves are MASKED. Below
+    # 1e-15 it would mask no more, and β s is less than rounding
+    if beta < 1e-15:
         return uniform(logits)
     return beta * logits
 
@@ -365,7 +368,8 @@ def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     alpha = k / N. x: as in `hardest`. The weight of those that are dropped is not redistributed: w
     is 0 or 1, its mean ⌈αN⌉/N or more.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
-    billionths = int(alpha * 10**9)  # whole numbers: 0.07 · 100 exceeds 7, and its ceiling is 8
+    # whole numbers: 0.07 · 100 exceeds 7, and its ceiling is 8. Rounded down, so that k / N keeps k
+    billionths = int(alpha * 10**9)
     most = -(-logits.shape[-1] * billionths // 10**9)
     n = (logits > FAR).sum(-1, keepdim=True)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)
@@ -379,7 +383,7 @@ def _from(threshold, logits):
 
 
 def by_rule(logits, x, potential, t, options):
-    """Weigh logits x (A, any number) by the rule of the options, up to a constant of the anchor.
+    """Weigh logits x (A, any number) by the rule of the options, as it is before `weigh` scales it.
     logits (A, N): of the anchor's candidates, where `hardest` and `top` find their threshold;
     potential, t: of `transported`."""
     rule = options["weights"]
@@ -423,8 +427,9 @@ def weigh(pos, neg, log_n, potential, t, options):
 # debiased. `simple` and `triplet` act on cosines, and know no τ⁺.
 # To add an objective, pass a function of pos, neg and log weights. Or write it here: in OF_LOGITS
 # if it sees pos and log_negatives and nothing else, else in OBJECTIVES and with a branch in
-# `answer`. Without negatives log_negatives is below FAR, and the loss a constant. Under ppcl alone,
-# labels name positives: `_who` adds a column for each candidate to pos, MASKED where it is none.
+# `answer`. It sees some anchors at a time, so a loss may not depend on another row. Without
+# negatives log_negatives is below FAR: no infinity or NaN may come of it. Under ppcl alone, labels
+# name positives: `_who` adds a column for each candidate to pos, MASKED where it is none.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -492,8 +497,8 @@ def published(log_all, log_positive, log_total, tau_plus, t):
 
     log_all (A,): log Σ_j w_j e^{s_j}; log_positive (A,): log E⁺, the weighted mean of e^p over
     positives; log_total: log W; tau_plus: τ⁺, both (A,) or () → (A,), and where the floor holds.
-    No cosine is below −1, so no less than the floor can be left. At the floor the gradient is 0,
-    but for that of t, and of W if the weights are a function's.
+    No cosine is below −1, so no less than the floor can be left. At the floor the result has no
+    gradient but in t, and in W if the weights are a function's.
     For uniform weights W τ⁺ E⁺ is the expected sum over false negatives; for others the formula
     does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)"""
     floor = log_total - 1 / t
@@ -548,7 +553,8 @@ def _log_mean(pos, log_w_pos):
 
 
 def _warn_of_the_floor(clamped, options):
-    """Say that a given τ⁺ leaves nothing; by default the floor marks anchors that are solved."""
+    """Say that a given τ⁺ leaves nothing. The default 1 / (N_i + 1) subtracts about as much as one
+    negative, so that the floor marks anchors whose negatives are far away: these are solved."""
     given = options["tau_plus"] not in (None, 0)
     most = max(2, len(clamped))  # a single anchor is no reason to warn
     if given and _may_read(clamped) and 2 * clamped.sum() > most:
@@ -669,9 +675,9 @@ def _who(pairs, options):
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i: (a,), or ().
     In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in a
-    sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0, and the objectives
-    put a constant. If you add a mask, extend the condition of the first return; if it does not mask
-    (j, i) with (i, j), also that of `symmetric` in `_couple`."""
+    sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0. If you add a mask,
+    extend the condition of the first return; if it does not mask (j, i) with (i, j), also that of
+    `symmetric` in `_couple`."""
     neg.scatter_(1, pairs.own, MASKED)
     margins = options["absolute_margin"], options["relative_margin"]
     if pairs.mask is None and pairs.labels is None and margins == (None, None):
@@ -786,6 +792,7 @@ def sinkhorn(
     as many. Both take about 1/error steps if the masks force an unmasked entry to 0.
     Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
+    # f lacks −log A until the end: rows of e^{f + log_kernel + g} sum to 1, its columns to A/N
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel(), g)
@@ -949,11 +956,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
 # gets some anchors at a time. A gradient reaches the fields MAY_LEARN of the pairs and what
-# functions of one's own hold, and nothing else: no tensor in the options.
+# functions of one's own hold, and nothing else: no tensor in the options. `answer` runs for each
+# block, again in a backward pass, and for statistics: no communication between ranks belongs there.
 
-# glibc hands a freed piece of memory back to the system if it is large, and fresh pages cost more
-# than the arithmetic of a block. What counts as large is twice the largest piece ever freed in the
-# process: so free one of 31 MB, once, and blocks of up to 62 MB are kept for the next block.
+# glibc maps a large piece of memory, and unmaps it when it is freed; fresh pages cost more than the
+# arithmetic of a block. A piece of 31 MB that is freed, once, makes larger ones alone "large", and
+# lets 62 MB of freed memory wait for the next block.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
@@ -981,7 +989,8 @@ def _block_size(pairs, options):
     at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
     if len(pairs.anchors) * columns <= at_once:
         return 0
-    return max(64, 4 * at_once // columns)  # each block is a loss of its own: few are faster
+    # a block has its gradient at once, so it may be larger than what is kept for a backward pass
+    return max(64, 4 * at_once // columns)
 
 
 def _slices(n, size):
@@ -1001,7 +1010,8 @@ class _InBlocks(torch.autograd.Function):
     """Know the gradient of `_in_blocks`, storing no more than the size of the embeddings.
     That of a mean or sum is computed with it. That of single losses is known in the backward pass
     alone, which computes each block again. tensors: the fields `learned` of pairs, and what
-    functions of one's own hold."""
+    functions of one's own hold; slopes are in the same order. Autograd is off in `forward`, and
+    `_run_blocks` turns it on around copies without a graph."""
 
     @staticmethod
     def forward(ctx, pairs, options, size, learned, *tensors):
@@ -1124,7 +1134,8 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 # To add an option: a line and a sentence in Options, and its use; a whole number also in
-# `_check_option`. One that is learned becomes a field of `_Pairs`, as t does. To add an argument of
+# `_check_option`. One that is learned becomes a field of `_Pairs`, as t does, and may be a
+# tensor in `_check_option`. To add an argument of
 # a call, such as `labels`: in Call, `contrastive_loss`, `_check_call` and `_line_up`.
 
 

@@ -116,7 +116,7 @@ def stop_before(monkeypatch, step):
     def interrupt(self, *arguments):
         taken.append(self)
         if len(taken) == step:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return whole(self, *arguments)
 
     monkeypatch.setattr(hardneg.Training, "_step", interrupt)
