@@ -130,7 +130,7 @@ class Options(TypedDict, total=False):
     detach_weights  no gradient through the weights. None: True for transported, as in the authors'
                     code, else False
     debias          how τ⁺ is used: see `published` and `exact`. "exact" is for weights uniform,
-                    tilted, top and hardest
+                    tilted, top and hardest, and for objectives nce, ppcl and decoupled
     reduction       "none": one value for each anchor. In blocks its backward pass calls functions
                     again, and a random one draws new numbers
     block_size      anchors in a block; it changes results by rounding alone. None: at once up to
@@ -206,11 +206,11 @@ def contrastive_loss(
     labels          (B,): samples that share a label are never each other's negatives; under ppcl
                     they are positives. Every number is a label: none says "unknown". With
                     negatives (K, D): (B + K,), the last K of its rows
-    group           a torch.distributed process group: the candidates are the views of every rank;
-                    `negatives` are as passed, see `gather` (for transported weights, the same rows
-                    on every rank). All ranks call together, with views of
-                    one shape. A mean or sum is that of one process on all views, and so is its
-                    gradient once DDP has averaged it; "none" gives this process's anchors
+    group           a torch.distributed process group: the candidates are the views of every rank.
+                    `negatives` are as passed, see `gather`; transported weights need the same rows
+                    on every rank. All ranks call together, with views of one shape. A mean or sum
+                    is that of one process on all views, and so is its gradient once DDP has
+                    averaged it; "none" gives this process's anchors
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, the share of
                     anchors where debiasing leaves nothing, or no more than its floor; `ess`,
                     (Σw)²/Σw² as a share of N_i; `positive` and `negative`, mean cosines; `spread`,
@@ -943,10 +943,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
     on a CPU, if a row has too few candidates."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
+    _check_number("k", k, 1)
     log_w = _upcast(log_w)
     if _may_read(log_w):
         most = (log_w > FAR).sum(-1).amin().item()
-        _require(1 <= k <= most, "k", k, f"from 1 to {most}: a row has no more of weight above 0")
+        _require(k <= most, "k", k, f"at most {most}: a row has no more of weight above 0")
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
     noise = torch.empty_like(log_w).exponential_(generator=generator)
     noise = noise.log().clamp_min(-99)  # clamp: −∞ − log 0 would be NaN
@@ -1238,11 +1239,13 @@ def settle(given: Options) -> Options:
             options[name] = value
     if options["objective"] not in OF_LOGITS:
         options["tau_plus"] = 0.0
+    transported = options["weights"] == "transported"
     if options["detach_weights"] is None:
-        options["detach_weights"] = options["weights"] == "transported"
-    unknown = options["weights"] == "transported" or callable(options["weights"])  # for positives
-    fits = options["debias"] == "published" or not unknown
-    _require(fits, "debias", "'exact'", "'published' for transported or a function of your own")
+        options["detach_weights"] = transported
+    weighs_positives = options["weights"] in WEIGHTS and not transported
+    exact = weighs_positives and options["objective"] in OF_LOGITS
+    fits = exact or options["debias"] == "published"
+    _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
     return options
 
 
@@ -1274,7 +1277,7 @@ def _check_number(name, value, low, high=INF, kind=numbers.Integral):
 def _check_call(views, negatives, positive_index, negative_mask, labels, group, options):
     """Check that views, negatives, positive_index, negative_mask and labels fit together."""
     several = "at least two floating tensors (B, D) of one shape; labels go in labels="
-    _require(len(views) >= 2, "views", [_describe(view) for view in views], several)
+    _require(len(views) >= 2, "views", f"{len(views)} given", several)
     for i, view in enumerate(views):
         fits = _fits(view, "floating", ("B", "D")) and view.shape == views[0].shape
         _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
@@ -1929,8 +1932,7 @@ def in_micro_batches(encoder: nn.Module, micro_batch: int) -> Callable:
     _check_number("micro_batch", micro_batch, 1)
 
     def in_parts(images):
-        some = images.split(micro_batch)
-        parts = [checkpoint(encoder, part, use_reentrant=False) for part in some]
+        parts = [checkpoint(encoder, x, use_reentrant=False) for x in images.split(micro_batch)]
         if torch.is_tensor(parts[0]):
             return torch.cat(parts)
         return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))

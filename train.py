@@ -162,6 +162,8 @@ def parse(argv: list[str]) -> dict:
     # without a usage, a mistake is one line
     parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
     parser.description = __doc__.split("\n\n")[0]
+    parser.epilog = "[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; "
+    parser.epilog += "[3] DiffHard, Wu 2023; [4] Wang & Liu 2021"
     parser.add_argument("--help-all", action="help", help="explain all flags")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     parser.add_argument("--compare", nargs="+", **losses, help="train with each, and compare")

@@ -273,7 +273,7 @@ class Folder(datasets.ImageFolder):
         workers = os.cpu_count() if len(index) > 5000 else 0
         # a generator of its own, else the loader would draw from the global one
         own = {"num_workers": workers, "generator": torch.Generator()}
-        items = DataLoader(Subset(self, index.tolist()), batch_size=None, collate_fn=_same, **own)
+        items = DataLoader(Subset(self, index.tolist()), batch_size=None, **own)
         images = torch.empty(len(index), 3, self.size, self.size, dtype=torch.uint8)
         labels, broken = [], []
         bar = tqdm(items, "reading", unit=" files", leave=False, delay=2)
@@ -288,10 +288,6 @@ class Folder(datasets.ImageFolder):
             message = f"{len(broken)} of {len(index)} files cannot be read, such as {some}"
             warnings.warn(message, stacklevel=1)
         return images[: len(labels)], torch.tensor(labels, dtype=torch.long)
-
-
-def _same(item):
-    return item
 
 
 def _side_of_first(samples):

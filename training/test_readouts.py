@@ -52,9 +52,11 @@ class TestReadouts:
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
     def test_labels_of_any_integers(self, dtype):
         labels = torch.arange(40) % 4
-        x = F.one_hot(labels).double() + embeddings(1, 40, 4) / 100
+        noise = embeddings(1, 40, 4) / 100
+        x = F.one_hot(labels).double() + noise
         for readout in (readouts.knn_accuracy, readouts.linear_readout):
-            found = readout(x, labels.to(dtype), x, labels.to(dtype))
+            some = labels.to(dtype)
+            found = readout(x, some, x, some)
             assert found == readout(x, labels, x, labels) > 99
 
     def test_linear_readout_in_inference_mode(self):
@@ -122,16 +124,20 @@ class TestReadouts:
         """
         x, labels = embeddings(seed, n, d), np.arange(n) % 2
         z = oracle.unit(x.numpy())
-        pairs = (labels[:, None] == labels) & ~np.eye(n, dtype=bool)
-        close(readouts.tolerance(x, torch.tensor(labels)), (z @ z.T)[pairs].mean(), 1e-10)
+        cosines = z @ z.T
+        same_label = labels[:, None] == labels
+        wanted = cosines[same_label & ~np.eye(n, dtype=bool)].mean()
+        close(readouts.tolerance(x, torch.tensor(labels)), wanted, 1e-10)
 
     def test_tolerance_in_half_precision(self):
         z, labels = embeddings(5, 2100, 4), torch.arange(2100) % 3
         others = torch.eye(2100) == 0
         for x in (z, z + 1):
-            cosines = hardneg.unit(x) @ hardneg.unit(x).T
-            same_class = (labels[:, None] == labels) & others
-            close(readouts.tolerance(x.half(), labels.int()), cosines[same_class].mean(), 1e-3)
+            unit = hardneg.unit(x)
+            cosines = unit @ unit.T
+            same_label = labels[:, None] == labels
+            wanted = cosines[same_label & others].mean()
+            close(readouts.tolerance(x.half(), labels.int()), wanted, 1e-3)
 
     def test_tolerance_without_a_pair_is_nan(self):
         assert math.isnan(readouts.tolerance(torch.eye(3), torch.arange(3)))
