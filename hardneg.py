@@ -106,7 +106,9 @@ PAPERS = {
 
 class Options(TypedDict, total=False):
     """What a loss can be told. Each option has a type, a default, and what it may be: [from, to] of
-    a number, or else some names. Section 8 reads the last two here.
+    a number, or else some names. Section 8 reads these two once all sections are defined, and says
+    how to add an option. The ranges keep what is masked finite in float32, and far below the rest:
+    see MASKED in section 2. a is a number of anchors, M that of their positives, N of candidates.
 
     loss            a row of PRESETS
     weights         of candidates; None: those of the loss. Or a function: logits (a, N) → log
@@ -221,8 +223,8 @@ def contrastive_loss(
     Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
     options that weights and objective do not have. Raises ValueError that names the invalid
     argument, on a CPU also for embeddings that are not finite; TypeError for an unknown option.
-    Cost: A·N·D; `transported` adds 2·A·N for each step of Sinkhorn, of more than 2^24 pairs again
-    A·N·D. Ref: PRESETS"""
+    Cost: A·N·D. `transported` adds 2·A·N for each step of Sinkhorn; above 2^24 pairs, without a
+    gradient through the weights, also A·N·D. Ref: PRESETS"""
     options = settle(options)
     _check_call(views, negatives, positive_index, negative_mask, labels, group, options)
     with torch.autocast(views[0].device.type, enabled=False):
@@ -316,12 +318,15 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
 # by hand: edit it, and training follows at every batch size.
 # To add a rule, pass the function itself: contrastive_loss(x, y, weights=my_rule). Or write it
-# here. What is masked has to stay far below the rest: end with `+ uniform(logits)`. If masked
-# logits could overflow on the way, or change their sign, make them 0 first. Put the rule's name in
-# WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in `by_rule`,
-# its options in Options. With τ⁺ > 0 and several positives it weighs positives, too. If it has a
-# threshold, that is one of the candidates, as in `top`; a passed function cannot have it. If it
-# cannot weigh positives, return uniform(x) for them, and forbid "exact" in `settle`.
+# here: its name in WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its
+# call in `by_rule`, its options in Options.
+# What is masked has to stay far below the rest: end with `+ uniform(logits)`; for a passed function
+# `by_rule` does it. If masked logits could overflow on the way, change their sign or give NaN, as
+# in a log or a root, make them 0 first.
+# With τ⁺ > 0 and several positives, a rule weighs positives as well: `by_rule` is then called with
+# x the positives, and with the candidates as logits. Read what a rule compares with, such as the
+# threshold of `top`, off the candidates; a passed function gets x alone. If a rule cannot weigh
+# positives, or weighs near candidates less, forbid "exact" in `settle`.
 
 WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
@@ -424,12 +429,15 @@ def weigh(pos, neg, log_n, potential, t, options):
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos are logits (A, M) of positives, neg logits (A, N) of candidates. `nce`, `ppcl` and `decoupled`
 # see the negatives as one number, log_negatives (A,): the log of their weighted sum of e^s,
-# debiased. `simple` and `triplet` act on cosines, and know no τ⁺.
+# debiased, which the formulas call negatives. `simple` and `triplet` act on cosines, without τ⁺.
 # To add an objective, pass a function of pos, neg and log weights. Or write it here: in OF_LOGITS
-# if it sees pos and log_negatives and nothing else, else in OBJECTIVES and with a branch in
-# `answer`. It sees some anchors at a time, so a loss may not depend on another row. Without
-# negatives log_negatives is below FAR: no infinity or NaN may come of it. Under ppcl alone, labels
-# name positives: `_who` adds a column for each candidate to pos, MASKED where it is none.
+# if it sees pos and log_negatives, and also with a branch in `answer` if it has an option; else in
+# OBJECTIVES and with a branch in `answer`. It sees some anchors at a time, so a loss may not depend
+# on another row. Without negatives log_negatives is below FAR: no infinity or NaN may come of it.
+# Under ppcl alone, labels name positives: `_who` adds a column for each candidate to pos, MASKED
+# where it is none, so that M grows by N.
+# To add a way of debiasing: its name in Options and `settle`, its function here, a branch in
+# `_log_negatives`; `weigh` asks for "exact" where it weighs a single positive.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -547,7 +555,8 @@ def _log_difference(x, y):
 
 def _log_mean(pos, log_w_pos):
     """Compute the log of the weighted mean of e^p; the plain mean if no positive has a weight."""
-    # absent positives get 2 · MASKED: where `top` drops all others, these still share equally
+    # absent positives get 2 · MASKED: where `top` drops all that are there, with MASKED, those
+    # that are there share equally
     shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
     return log_sum(pos, shares)
 
@@ -676,8 +685,8 @@ def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i: (a,), or ().
     In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in a
     sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0. If you add a mask,
-    extend the condition of the first return; if it does not mask (j, i) with (i, j), also that of
-    `symmetric` in `_couple`."""
+    extend the condition of the first return. If it may mask (i, j) without (j, i), also that of
+    `symmetric` in `_couple`: a threshold of logits does, as both are rounded on their own."""
     neg.scatter_(1, pairs.own, MASKED)
     margins = options["absolute_margin"], options["relative_margin"]
     if pairs.mask is None and pairs.labels is None and margins == (None, None):
@@ -799,7 +808,7 @@ def sinkhorn(
         rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
         columns = (column_sums > FAR).sum().clamp_min(1)
         r = _zero_if_masked(row_sums)
-        if step > 0:
+        if step > 0:  # f and g are of the step before, and r tells how good they were
             error = torch.expm1(f + r).abs().sum() / rows  # rows of P sum to e^{f + r} / A
             if _stops(error, step, max_steps, tolerance):
                 break
@@ -811,8 +820,8 @@ def sinkhorn(
 
 
 def _log_sums(blocks, g):
-    """Return the log-sums of rows (A,), and of columns (N,) once every row sums to 1.
-    A block may be computed anew whenever it is read, so one pass gives both."""
+    """Return the log-sums of rows (A,), with g, and of columns (N,), without g, once every row is
+    divided by its sum. A block may be computed anew whenever it is read, so one pass gives both."""
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -893,7 +902,8 @@ def mine(
 
     To train on them, embed them again, with a gradient, and mask the places of −1:
         rows = mine(all_x, all_y, k)[batch]                                      # (B, k)
-        y_found = encoder(documents[rows.clamp_min(0)])                          # (B, k, D)
+        y_found = encoder(inputs[rows.clamp_min(0).flatten()])                   # (B k, D)
+        y_found = y_found.unflatten(0, rows.shape)                               # (B, k, D)
         contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
     Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB in float32, or
     128 rows if these are more"""
@@ -921,6 +931,7 @@ def mine(
         # preallocate: fresh memory for each block would cost as much as its selection
         matrix = queries.new_empty(rows_at_once, size)
         found = torch.full((n, k), -1, device=device)
+        # −∞, not MASKED: there is no gradient here, and it marks what is not to be found
         for rows in _slices(n, rows_at_once):
             own = positives[rows, None]
             cosines = matrix[: len(own)]  # (a, N)
@@ -940,8 +951,9 @@ def mine(
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
     log_w (A, N), up to a constant of each row, −∞ for what must not be drawn → indices (A, k):
-    rows[draw(log_w, k)] are `negatives` (A, k, D). generator: on log_w's device. Raises ValueError,
-    on a CPU, if a row has too few candidates."""
+    rows[draw(log_w, k)] are `negatives` (A, k, D). With log_w = tilted(x @ rows.T / t), say, hard
+    ones come more often, so the loss then takes uniform weights. generator: on log_w's device.
+    Raises ValueError, on a CPU, if a row has too few candidates."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -958,7 +970,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
 # gets some anchors at a time. A gradient reaches the fields MAY_LEARN of the pairs and what
 # functions of one's own hold, and nothing else: no tensor in the options. `answer` runs for each
-# block, again in a backward pass, and for statistics: no communication between ranks belongs there.
+# block, again in the backward pass of reduction="none", and for statistics: no communication
+# between ranks belongs there.
 
 # glibc maps a large piece of memory, and unmaps it when it is freed; fresh pages cost more than the
 # arithmetic of a block. A piece of 31 MB that is freed, once, makes larger ones alone "large", and
@@ -990,7 +1003,8 @@ def _block_size(pairs, options):
     at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
     if len(pairs.anchors) * columns <= at_once:
         return 0
-    # a block has its gradient at once, so it may be larger than what is kept for a backward pass
+    # a block has its gradient at once, so it may be larger than what is kept for a backward pass:
+    # 4 MB in float32 on a CPU, the size of its cache. The size changes the speed, and no result
     return max(64, 4 * at_once // columns)
 
 
@@ -1066,7 +1080,7 @@ def _run_blocks(pairs, options, size, learned, tensors=(), by_losses=None):
 
 def _held(pairs, options):
     """List what functions of one's own hold and learn: the leaves that autograd meets in a call.
-    The call is for the first anchor alone."""
+    The call is for the first anchor alone: what only other anchors use would get no gradient."""
     if not (callable(options["weights"]) or callable(options["objective"])):
         return []
     alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
@@ -1135,9 +1149,10 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 # To add an option: a line and a sentence in Options, and its use; a whole number also in
-# `_check_option`. One that is learned becomes a field of `_Pairs`, as t does, and may be a
-# tensor in `_check_option`. To add an argument of
-# a call, such as `labels`: in Call, `contrastive_loss`, `_check_call` and `_line_up`.
+# `_check_option`. One that is learned goes where t goes: it may be a tensor in Options and
+# `_check_option`, `_line_up` puts it into a field of `_Pairs`, MAY_LEARN names the field, and
+# `answer` and `_couple` read it there. To add an argument of a call, such as `labels`: in Call,
+# `contrastive_loss`, `_check_call` and `_line_up`.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -1239,12 +1254,12 @@ def settle(given: Options) -> Options:
             options[name] = value
     if options["objective"] not in OF_LOGITS:
         options["tau_plus"] = 0.0
-    transported = options["weights"] == "transported"
+    by_coupling = options["weights"] == "transported"
     if options["detach_weights"] is None:
-        options["detach_weights"] = transported
-    weighs_positives = options["weights"] in WEIGHTS and not transported
-    exact = weighs_positives and options["objective"] in OF_LOGITS
-    fits = exact or options["debias"] == "published"
+        options["detach_weights"] = by_coupling
+    can_weigh_positives = options["weights"] in WEIGHTS and not by_coupling
+    fits = can_weigh_positives and options["objective"] in OF_LOGITS
+    fits = fits or options["debias"] == "published"
     _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
     return options
 
