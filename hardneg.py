@@ -201,7 +201,8 @@ def contrastive_loss(
     negatives       (K, D): the candidates are these rows instead, and the anchors the first view
                     alone; or (B, K, D), rows for each anchor
     positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
-                    candidate: torch.arange(B) for views x, y and negatives=torch.cat([y, given])
+                    candidate: torch.arange(B) for views x, y and negatives=torch.cat([y, given]).
+                    It names one row; of several, mask the others by `negative_mask`
     negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
                     negative: for ragged or filtered ones. Masked rows have to be finite, too; under
                     ppcl they are positives if they share the anchor's label
@@ -253,7 +254,7 @@ class _Answers(NamedTuple):
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
-    clamped: Tensor  # (a,), True where the floor of debiasing holds
+    clamped: Tensor  # (a,), True where debiasing leaves nothing, or `published` is at its floor
     log_share: Tensor | None  # (a,), log τ_i of exact debiasing
 
 
@@ -352,7 +353,7 @@ def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     gradients in the shares of `uniform` at t/(1 + β).
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
     # below 1e-10, β · MASKED is above FAR: no harm, as the logits themselves are MASKED. Below
-    # 1e-15 it would mask no more, and β s is less than rounding
+    # 1e-15, β s is less than rounding, and far lower β · MASKED would mask no more
     if beta < 1e-15:
         return uniform(logits)
     return beta * logits
@@ -444,7 +445,7 @@ def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
     0 for an anchor without negatives. Several positives are pooled inside the logarithm; [1] Eq. 2
     averages outside. Limits, for one positive, uniform weights, τ⁺ = 0: t → 0 of t · nce is half
-    `triplet` on `hardest`; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
+    `triplet` on `hardest`, without margin; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     return -F.logsigmoid(log_sum(pos) - log_negatives)
 
@@ -473,8 +474,7 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     pos, neg are cosines. Negatives are averaged: [4] has a factor λ before their sum, here 1/N, or
     1/⌈αN⌉ for `top`. An anchor without negatives keeps its first term.
     Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
-    negative = _weighted_mean(neg, log_w)
-    return negative.masked_fill(negative < FAR, 0) - pos.mean(-1)
+    return _weighted_mean(neg, log_w) - pos.mean(-1)
 
 
 def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
@@ -487,7 +487,8 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
 
 
 def _weighted_mean(x, log_w):
-    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension."""
+    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension; 0 where nothing has a weight."""
+    x = x.masked_fill(torch.minimum(x, log_w) < FAR, 0)
     return (torch.softmax(log_w, -1) * x).sum(-1)
 
 
@@ -562,16 +563,16 @@ def _log_mean(pos, log_w_pos):
 
 
 def _warn_of_the_floor(clamped, options):
-    """Say that a given τ⁺ leaves nothing. The default 1 / (N_i + 1) subtracts about as much as one
-    negative, so that the floor marks anchors whose negatives are far away: these are solved."""
-    given = options["tau_plus"] not in (None, 0)
+    """Say that a given τ⁺ leaves nothing. The default 1 / (N_i + 1) subtracts about one positive's
+    e^p, so that the floor marks anchors whose negatives are all far away: these are solved."""
+    given = options["tau_plus"]  # neither None nor 0
     most = max(2, len(clamped))  # a single anchor is no reason to warn
     if given and _may_read(clamped) and 2 * clamped.sum() > most:
         _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
 
 
 def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
-    """Compute the log of the debiased sum (A,), where its floor holds, and, if exact, log τ_i."""
+    """Compute the log of the debiased sum (A,), where it is clamped, and, if exact, log τ_i."""
     log_all = log_sum(neg, log_w)
     clamped = torch.zeros_like(log_all, dtype=torch.bool)
     if options["tau_plus"] == 0:
@@ -797,8 +798,9 @@ def sinkhorn(
     Rate: let μ be the singular values of √(AN) P, or its eigenvalues if it is symmetric, but for
     the largest, 1. A step multiplies an error by up to μ²: hundreds of steps for clustered rows at
     ε = 0.1, where μ is near 1. A symmetric step multiplies it by |μ (1 − μ)| / 2: by 1/8 at most if
-    no μ is negative. With negative ones, in batches of two to four samples, it may take 1.3 times
-    as many. Both take about 1/error steps if the masks force an unmasked entry to 0.
+    no μ is negative. With negative ones, under labels or in batches of two to four samples, it may
+    take up to twice as many. Both take about 1/error steps if the masks force an unmasked entry to
+    0. Masks may leave no coupling at all: a label must not have more than half of the anchors.
     Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     # f lacks −log A until the end: rows of e^{f + log_kernel + g} sum to 1, its columns to A/N
@@ -968,8 +970,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
-# gets some anchors at a time. A gradient reaches the fields MAY_LEARN of the pairs and what
-# functions of one's own hold, and nothing else: no tensor in the options. `answer` runs for each
+# gets some anchors at a time. A gradient reaches the fields MAY_LEARN of the pairs, such as t, and
+# what functions of one's own hold, but no tensor in the options. `answer` runs for each
 # block, again in the backward pass of reduction="none", and for statistics: no communication
 # between ranks belongs there.
 
@@ -1033,7 +1035,8 @@ class _InBlocks(torch.autograd.Function):
         ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
         if options["reduction"] == "none" or not tensors:
             losses, _ = ctx.run()
-            # candidates: so that autograd tells if they have changed before the backward pass
+            # candidates, which may be the caller's own tensor: so that autograd tells if they have
+            # changed before the backward pass
             ctx.save_for_backward(pairs.candidates, *tensors)
         else:
             by_losses = torch.ones_like(pairs.pos_cosines[:, 0])
@@ -1118,6 +1121,9 @@ def _as_one_process(value, reduction, group):
 
 
 class _Gather(torch.autograd.Function):
+    """Its backward pass communicates: all ranks have to gather the same tensors in the same order,
+    with a gradient on all of them or on none, whatever their data are."""
+
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
