@@ -530,6 +530,34 @@ def begin(images, name="simclr", loss="simclr", init=0, method_options=None, **o
     return hardneg.Training(encoder, images, method, **usual | options)
 
 
+def takes_steps(begin, name):
+    """Assert that a method moves an encoder by every way to weigh and to judge.
+
+    begin(images, name, loss, ...) makes a training.
+    """
+    for loss in ("hcl", "ot", "triplet", "hard-simple", "ppcl"):
+        training = begin(IMAGES[:80], name, loss, batch_size=40)
+        before = weights_of(training.encoder)
+        losses = [figures.get("loss") for figures in itertools.islice(training, 4)]
+        assert finite(losses[-1], *training.encoder.parameters())
+        assert moved(training.encoder, before)
+
+
+def stays_on_the_device(training):
+    """Assert that a step and the readouts make no tensor but on the device of the images."""
+    images, method = training.images, training.method.to(DEVICE)
+    encoder = training.encoder.to(DEVICE)
+    arguments = encoder, images, torch.arange(len(images), device=DEVICE), torch.Generator(DEVICE)
+    for device in (DEVICE, "meta"):  # Adam makes its state; then a tensor on meta would raise
+        with torch.device(device):
+            loss, figures = method.step(*arguments, return_stats=True)
+            loss.backward()
+            x, z = hardneg.embed(encoder, images)
+            figures |= method.after_step() or {}
+            figures |= {"uniformity": hardneg.uniformity(z)}
+    assert {value.device.type for value in (loss, x, *figures.values())} == {DEVICE}
+
+
 @pytest.fixture
 def plain_views(monkeypatch):
     """Let a view be the image itself."""
@@ -922,14 +950,18 @@ class TestContrastiveLoss:
     DRAWN |= {"dtype": st.just(torch.float64) | st.sampled_from([*ERRORS])}
 
     @pytest.mark.parametrize("loss, weights, objective", ANSWERS)
-    @at_least(20)
+    @at_least(16)
     @given(**SHAPES, **DRAWN)
     def test_is_the_oracles(self, loss, weights, objective, seed, where, v, b, d, k, **drawn):
         """Value, gradient, slope in t and statistics, for all that a call may be given at once.
 
         Any anchor may lose its candidates, by an absolute margin of 3 every one.
         """
+        answers = [weights or hardneg.PRESETS[loss][0], objective or hardneg.PRESETS[loss][1]]
+        coupled, has_tau = answers[0] == "transported", answers[1] in hardneg.OF_LOGITS
         random, dtype = rng(seed), drawn.pop("dtype")
+        if coupled:
+            dtype = torch.float64  # in float32 Sinkhorn stops at 1e-5: see TestExtremes
         rows, each = {"batch": (0, 0), "bank": (k, 0), "each": (b * k, k)}[where]
         a, n = (b, k) if rows else (v * b, v * b)
         x = normal(seed, v * b + rows, d)
@@ -946,10 +978,7 @@ class TestContrastiveLoss:
         if "positive_index" in rules and rows:
             masks["positive_index"] = random.integers(k, size=b)
 
-        answers = [weights or hardneg.PRESETS[loss][0], objective or hardneg.PRESETS[loss][1]]
-        coupled, has_tau = answers[0] == "transported", answers[1] in hardneg.OF_LOGITS
         assume(not coupled or where != "each")  # no candidate is shared
-        assume(not coupled or dtype == torch.float64 or drawn["detach_weights"] is not False)
         assume(not coupled or can_couple(x, v, rows, answers[1], masks, drawn))
         exact = drawn.pop("exact") and has_tau and not coupled
         t, block_size = drawn.pop("temperature"), drawn.pop("block_size")
@@ -1532,8 +1561,7 @@ class TestLimits:
         close(hard[0], math.log(1 + kept) + kept / (1 + kept) / t * flat[0], 2 / t**2)
         close(t * hard[1], kept / (1 + kept) * flat[1], 10 / t)
 
-    @pytest.mark.parametrize("a, n", [(4, 4), (3, 6)])
-    @given(**SEEDS)
+    @given(**SEEDS, a=st.integers(2, 4), n=st.integers(4, 6))
     def test_small_epsilon_is_optimal_transport(self, a, n, seed):
         """The entropic coupling costs at most ε log N more.
 
@@ -2118,10 +2146,9 @@ class TestReadyForAGPU:
         assert 8 * len(operations.reads()) == steps
         assert (steps >= 8) == (loss == "ot")
 
-    @pytest.mark.parametrize("loss", PRESETS)
-    @pytest.mark.parametrize("k", [0, 5])
+    @pytest.mark.parametrize("loss", ["hcl", "ot", "hard-simple", "triplet", "ppcl"])
     @pytest.mark.parametrize("device", [DEVICE, "fake"])
-    def test_tensors_are_made_on_the_device(self, monkeypatch, loss, k, device):
+    def test_tensors_are_made_on_the_device(self, monkeypatch, loss, device):
         """On a GPU, if only a fake one, and beside the default device meta: a mix raises."""
         fake = device == "fake"
         if fake:  # it has no values to read
@@ -2129,20 +2156,15 @@ class TestReadyForAGPU:
         device, default = ("cuda", "cpu") if fake else (device, "meta")
         with FakeTensorMode() if fake else contextlib.nullcontext():
             x = torch.randn(4, 3, device=device, requires_grad=True)
-            options = {"labels": [0, 1, 1, 2], "loss": loss}
-            if k:
-                rows = torch.randn(k, 3, device=device)
-                index = torch.arange(4, device=device)
-                options |= {"negatives": rows, "positive_index": index, "labels": None}
-            for size, reduction in itertools.product((0, 3), ("mean", "none")):
-                options |= {"block_size": size, "reduction": reduction}
+            rows, index = torch.randn(5, 3, device=device), torch.arange(4, device=device)
+            given = {"negatives": rows, "positive_index": index}, {"labels": [0, 1, 1, 2]}
+            for options, (size, reduction) in itertools.product(given, ((0, "mean"), (3, "none"))):
+                options = options | {"loss": loss, "block_size": size, "reduction": reduction}
                 # blocks are differentiated at once, which asks the driver of a device
                 with torch.device(default), torch.set_grad_enabled(not fake or size == 0):
-                    value = contrastive_loss(x, x, **options)
-                    _, stats = contrastive_loss(x, x, return_stats=True, **options)
+                    value, stats = contrastive_loss(x, x, return_stats=True, **options)
                     if not fake:
                         value.sum().backward()
-                assert value.requires_grad == (not fake or size == 0)
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
     FOUND = {"relative_margin": 0.05, "absolute_margin": 0.01, "skip": 1}
@@ -2165,19 +2187,20 @@ class TestReadyForAGPU:
     @pytest.mark.parametrize("name", METHODS)
     def test_a_step_of_training_reads_nothing(self, as_on_a_gpu, monkeypatch, name):
         """Steps with statistics, and the optimizers themselves, may read."""
-        training = begin(IMAGES, name, batch_size=8, epochs=1, lr=1e-3)
+        game = {"game": tiny_game(16, pretrain=0)} if name == "diffhard" else {}
+        training = begin(IMAGES, name, batch_size=8, epochs=1, method_options=game)
         optimizers, reads = [training.optimizer], []
         if name == "diffhard":
             optimizers += training.method.game.optimizers.values()
         for optimizer in optimizers:
             monkeypatch.setattr(optimizer, "step", lambda: None)
         run = iter(training)
-        for _ in range(training.steps):
+        for _ in range(16):
             with Operations() as operations:
                 figures = next(run)
-            if "ess" not in figures and "loss" in figures:
+            if "ess" not in figures:
                 reads += [operations.reads()]
-        assert len(reads) > 10 and not any(reads)
+        assert len(reads) > 9 and not any(reads)
 
 
 class TestCopies:
@@ -2688,8 +2711,9 @@ class TestMethods:
 class TestMicroBatches:
     """`in_micro_batches` passes a few images at a time, with the gradients of one pass."""
 
-    @pytest.mark.parametrize("name", METHODS)
-    @pytest.mark.parametrize("size", [1, 3, 100])
+    SIZES = [("simclr", 1), ("simclr", 100), *((name, 3) for name in METHODS)]
+
+    @pytest.mark.parametrize("name, size", SIZES)
     def test_gradients(self, name, size):
         found, images, network = [], random_images(7, 8), Plain()
         for encoder in (network, hardneg.in_micro_batches(network, size)):
@@ -2772,32 +2796,15 @@ class TestTraining:
         assert name != "simclr" or seen[-1]["loss"] < seen[0]["loss"] - 0.5
 
     @pytest.mark.parametrize("name", METHODS)
-    @pytest.mark.parametrize("loss", PRESETS)
-    def test_every_loss_takes_a_step(self, loss, name):
-        training = begin(IMAGES[:80], name, loss, batch_size=40)
-        before = weights_of(training.encoder)
-        losses = [figures.get("loss") for figures in itertools.islice(training, 4)]
-        assert finite(losses[-1], *training.encoder.parameters())
-        assert moved(training.encoder, before)
+    def test_every_loss_takes_a_step(self, name):
+        takes_steps(begin, name)
 
     @pytest.mark.parametrize("name", METHODS)
     def test_everything_is_on_the_device_of_the_images(self, name):
-        images = IMAGES[:40].to(DEVICE)
-        options = {"game": tiny_game(16, every=1)} if name == "diffhard" else {}
-        training = begin(images, name, method_options=options)
-        method, encoder = training.method.to(DEVICE), training.encoder.to(DEVICE)
-        arguments = encoder, images, torch.arange(40, device=DEVICE), torch.Generator(DEVICE)
-        for device in (DEVICE, "meta"):  # Adam makes its state; then a tensor on meta would raise
-            with torch.device(device):
-                loss, figures = method.step(*arguments, return_stats=True)
-                loss.backward()
-                x, z = hardneg.embed(encoder, images)
-                figures |= method.after_step() or {}
-                figures |= {"uniformity": hardneg.uniformity(z)}
-        assert {value.device.type for value in (loss, x, *figures.values())} == {DEVICE}
+        game = {"game": tiny_game(16, every=1)} if name == "diffhard" else {}
+        stays_on_the_device(begin(IMAGES[:40].to(DEVICE), name, method_options=game))
 
-    @pytest.mark.parametrize("name", METHODS)
-    @pytest.mark.parametrize("recipe", hardneg.RECIPES)
+    @pytest.mark.parametrize("name, recipe", zip(METHODS, ["sgd", "adam", "adamw"], strict=True))
     def test_resumes_to_the_same_bits(self, name, recipe, tmp_path):
         whole, seen = begin(IMAGES, name, recipe=recipe), []
         for figures in whole:
@@ -2993,8 +3000,3 @@ class TestTutorial:
     def test_pictures_are_there(self):
         for name in re.findall(r"!\[.*?\]\((.*?)\)", self.PAGE):
             assert (HERE / "tutorial" / name).exists(), name
-
-    def test_is_short(self):
-        lines = [line for line in self.PAGE.splitlines() if line and "```" not in line]
-        assert len(lines) <= 250  # of text and code
-        assert max(len(line) for line in lines if not line.startswith("$$")) <= 100
