@@ -1639,39 +1639,16 @@ class TestMine:
     MARGINS = {"absolute_margin": st.sampled_from([None, -0.1, 0.0, 0.2])}
     MARGINS |= {"relative_margin": st.sampled_from([None, 0.0, 0.3])}
     DRAWN = {"n": st.integers(1, 6), "more": st.integers(0, 9), "skip": st.integers(0, 3)}
-    DRAWN |= {"k": st.integers(1, 16), "own": BOOLEANS, "labelled": BOOLEANS, **MARGINS}
+    DRAWN |= {"k": st.integers(1, 16), "own": BOOLEANS, "labelled": BOOLEANS, "tied": BOOLEANS}
+    DRAWN |= MARGINS
 
-    def drawn(self, seed, n, more, own, labelled, **options):
-        """Make queries, documents and options; coordinates are few, so that cosines tie."""
-        random, size = rng(seed), n + more
-        queries, documents = (random.integers(-2, 3, (rows, 2)) * 1.0 for rows in (n, size))
-        if options.pop("along_axes", False):
-            axes = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1]])
-            queries, documents = (axes[random.integers(4, size=rows)] for rows in (n, size))
-        if own:
-            options["positives"] = random.integers(size, size=n)
-        if labelled:
-            options["labels"] = random.integers(3, size=size)
-        return queries, documents, options
-
-    def wanted(
-        self,
-        queries,
-        documents,
-        k,
-        skip=0,
-        positives=None,
-        absolute_margin=None,
-        relative_margin=None,
-        labels=None,
-    ):
+    def wanted(self, queries, documents, k, skip, positives=None, labels=None, **margins):
         """List the k nearest negatives by brute force, of equals the first; −1 if none is left."""
         cosines = oracle.unit(queries) @ oracle.unit(documents).T
         own = np.arange(len(queries)) if positives is None else positives
         found = []
         for i, row in enumerate(cosines):
-            margins = absolute_margin, relative_margin
-            allowed = row <= oracle._limit([row[own[i]]], *margins)
+            allowed = row <= oracle._limit([row[own[i]]], **margins)
             allowed[own[i]] = False
             if labels is not None:
                 allowed &= labels != labels[own[i]]
@@ -1680,26 +1657,30 @@ class TestMine:
             found.append(nearest + [-1] * (k - len(nearest)))
         return np.array(found)
 
-    def found(self, queries, documents, options, dtype):
-        tensors = {k: torch.tensor(x) for k, x in options.items() if isinstance(x, np.ndarray)}
-        rows = (torch.tensor(x, dtype=dtype) for x in (queries, documents))
-        return hardneg.mine(*rows, **options | tensors)
-
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    @at_least(30)
     @given(**SEEDS, **DRAWN)
-    def test_is_brute_force(self, dtype, seed, k, skip, **drawn):
-        queries, documents, options = self.drawn(seed, **drawn)
-        options |= {"k": k, "skip": skip}
-        want = self.wanted(queries, documents, **options)
-        found = self.found(queries, documents, options, dtype)
+    def test_is_brute_force(self, dtype, seed, n, more, own, labelled, tied, **options):
+        """Coordinates are few where cosines are to tie; then the order of equals is free."""
+        random, size = rng(seed), n + more
+        rows = [random.standard_normal((length, 3)) for length in (n, size)]
+        if tied:
+            rows = [random.integers(-2, 3, (length, 2)) * 1.0 for length in (n, size)]
+            options |= {"absolute_margin": None, "relative_margin": None}
+        queries, documents = (torch.tensor(x).to(dtype) for x in rows)
+        given = {}
+        if own:
+            given["positives"] = random.integers(size, size=n)
+        if labelled:
+            given["labels"] = random.integers(3, size=size)
+        found = hardneg.mine(queries, documents, **options, **given)
+        queries, documents = numpy(queries), numpy(documents)
+        want = self.wanted(queries, documents, **options, **given)
         assert found.dtype == torch.long and found.shape == want.shape
-        # rounding may part equal cosines: then their order is free, or which side of a margin
-        rows, all_rows = oracle.unit(queries), oracle.unit(documents)
-        cosines = np.append(rows @ all_rows.T, np.full((len(rows), 1), -9.0), 1)
-        margins = options["absolute_margin"], options["relative_margin"]
-        if margins == (None, None):
-            got = np.take_along_axis(cosines, found.numpy(), 1)
-            close(got, np.take_along_axis(cosines, want, 1), 1e-6)
+        cosines = oracle.unit(queries) @ oracle.unit(documents).T
+        cosines = np.append(cosines, np.full((n, 1), -9.0), 1)  # of −1
+        got = np.take_along_axis(cosines, found.numpy(), 1)
+        close(got, np.take_along_axis(cosines, want, 1), 1e-6)
 
     def test_compiled(self):
         x, y = embeddings(0, 2, 200, 4).float()
@@ -1707,13 +1688,6 @@ class TestMine:
         compiled = torch.compile(hardneg.mine, fullgraph=True, backend="aot_eager")
         found = compiled(x, y, **options)
         assert torch.equal(found, hardneg.mine(x, y, **options))
-
-    def test_few_of_many_are_left(self):
-        """Documents are opposite to queries, and all but three share a label."""
-        x, labels = torch.ones(9000, 3), torch.zeros(9000)
-        labels[5:8] = 1
-        found = hardneg.mine(-x[:2], x, 5, labels=labels)
-        assert [sorted(row) for row in found.tolist()] == [[-1, -1, 5, 6, 7]] * 2
 
     def test_all_others_and_none(self):
         x = torch.eye(4)
@@ -1735,39 +1709,17 @@ class TestMine:
             counted = slope.abs().sum(1).nonzero()[:, 0].tolist()
             assert counted == sorted(j for j in row if j >= 0)
 
-    def test_what_was_found_is_trained_on(self):
-        """Places of −1 are masked: the loss is that of the documents that were found."""
-        x, y = embeddings(0, 2, 6, 3)
-        found = hardneg.mine(x, y, 5, relative_margin=0.5)
-        assert (found == -1).any() and (found >= 0).any()
-        given = {"negatives": y[found], "negative_mask": found >= 0, "reduction": "none"}
-        losses = contrastive_loss(x, y, **given)
-        for i in range(6):
-            rows = y[found[i][found[i] >= 0]]
-            if len(rows):
-                close(losses[i], contrastive_loss(x[[i]], y[[i]], negatives=rows), 1e-12)
-            else:
-                assert losses[i] == 0
+    WRONG = [("k", 0), ("k", 2.0), ("skip", -1), ("queries", torch.eye(4) * INF)]
+    WRONG += [("documents", torch.eye(4)[:size]) for size in (0, 3)]
+    WRONG += [("documents", torch.eye(4)[:, :3]), ("documents", torch.eye(4) * INF)]
+    WRONG += [("labels", torch.ones(8)), ("positives", torch.zeros(4, 2).long())]
+    WRONG += [("positives", [0, 1, 2, place]) for place in (-1, 4)]
 
-    WRONG = [
-        ("k", 4, {"k": 0}),
-        ("k", 4, {"k": 2.0}),
-        ("documents", 0, {"k": 1}),
-        ("skip", 4, {"k": 1, "skip": -1}),
-        ("documents", 3, {"k": 1}),
-    ]
-    WRONG += [("labels", 4, {"k": 1, "labels": torch.ones(8)})]
-    WRONG += [("positives", 4, {"k": 1, "positives": torch.zeros(4, 2).long()})]
-    WRONG += [("positives", 4, {"k": 1, "positives": [0, 1, 2, low]}) for low in (-1, 4)]
-
-    @pytest.mark.parametrize("name, size, options", WRONG)
-    def test_wrong_arguments(self, name, size, options):
+    @pytest.mark.parametrize("name, value", WRONG)
+    def test_wrong_arguments(self, name, value):
+        usual = {"queries": torch.eye(4), "documents": torch.eye(4), "k": 1}
         with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is "):
-            hardneg.mine(torch.eye(4), torch.eye(4)[:size], **options)
-
-    def test_other_dimensions(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^documents is "):
-            hardneg.mine(torch.eye(4), torch.eye(4)[:, :3], 1)
+            hardneg.mine(**usual | {name: value})
 
     def test_lists_and_two_dtypes(self):
         x, y = embeddings(1, 2, 9, 4)
@@ -1775,13 +1727,6 @@ class TestMine:
         found = hardneg.mine(x.float(), y, 3, positives=places, labels=labels)
         wanted = hardneg.mine(x, y, 3, labels=torch.tensor(labels))
         assert torch.equal(found, wanted)
-
-    @pytest.mark.parametrize("name", ["queries", "documents"])
-    def test_not_finite(self, name):
-        rows = {"queries": torch.eye(4), "documents": torch.eye(4)}
-        rows[name] = torch.full((4, 4), math.nan)
-        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is not finite"):
-            hardneg.mine(**rows, k=1)
 
 
 class TestDraw:
@@ -1931,23 +1876,15 @@ class TestInvalidArguments:
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
     @pytest.mark.parametrize("loss", PRESETS)
-    @pytest.mark.parametrize("value", [math.nan, INF, -INF])
-    def test_embeddings_are_finite(self, loss, value):
-        for place, name in ((0, "views[0]"), (5, "views[1]"), (9, "negatives")):
+    def test_embeddings_are_finite(self, loss):
+        """A masked row does not reach the value, but its gradient would be 0 · NaN."""
+        masks = {"negative_mask": torch.tensor([True, False])}, {"positive_index": [1, 1, 1, 1]}
+        places = (0, "views[0]"), (5, "views[1]"), (9, "negatives")
+        for value, mask, (place, name) in itertools.product((math.nan, -INF), masks, places):
             x = embeddings(2, 10, 3)
             x[place, 1] = value
-            with pytest.raises(hardneg.InvalidArgument, match=f"^{re.escape(name)} is "):
-                contrastive_loss(x[:4], x[4:8], negatives=x[8:], loss=loss)
-
-    @pytest.mark.parametrize("loss", PRESETS)
-    def test_masked_embeddings_are_finite_too(self, loss):
-        """A masked row does not reach the value, but its gradient would be 0 · NaN."""
-        x = embeddings(2, 11, 3)
-        x[9] = math.nan
-        kept = torch.tensor([True, False, True])
-        for hidden in ({"negative_mask": kept}, {"positive_index": [1, 1, 1, 1]}):
-            with pytest.raises(hardneg.InvalidArgument, match="^negatives is not finite"):
-                contrastive_loss(x[:4], x[4:8], negatives=x[8:], **hidden, loss=loss)
+            with pytest.raises(hardneg.InvalidArgument, match=f"^{re.escape(name)} is not finite"):
+                contrastive_loss(x[:4], x[4:8], negatives=x[8:], loss=loss, **mask)
 
     def test_large_embeddings_are_finite(self):
         """Their sum is not."""
