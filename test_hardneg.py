@@ -35,7 +35,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng as rng
 from scipy.optimize import linear_sum_assignment, linprog
-from scipy.special import softmax
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -75,7 +74,6 @@ SEEDS = {"seed": st.integers(0, 2**32 - 1)}
 BATCHES = {**SEEDS, "v": st.integers(2, 4), "b": st.integers(2, 4), "d": st.integers(2, 4)}
 SAMPLES = {**SEEDS, "b": st.integers(2, 5)}
 MATRICES = {**SEEDS, "a": st.integers(1, 4), "n": st.integers(1, 6)}
-POINTS = {**SEEDS, "n": st.integers(2, 6)}
 PLANS = {**MATRICES, "epsilon": st.floats(0.2, 5), "share": st.sampled_from([0, 0.2])}
 BLOCK_SIZES = st.sampled_from([None, 0, 1, 3])
 BOOLEANS = st.booleans()
@@ -86,7 +84,7 @@ TEMPERATURES = st.floats(0.2, 2)
 OPTIONS = {"beta": st.floats(0, 5), "epsilon": st.floats(0.5, 3), "margin": MARGINS}
 OPTIONS |= {"cost": st.sampled_from(["sqeuclidean", "exp"]), "kappa": st.floats(3, 5)}
 OPTIONS |= {"alpha": st.floats(0.05, 1).map(lambda alpha: round(alpha, 2))}
-OPTIONS |= {"tau_plus": st.sampled_from([0.0, 0.1, 0.3])}
+OPTIONS |= {"tau_plus": st.sampled_from([None, 0.0, 0.1, 0.3, 0.9])}
 NO_NUMBERS = math.nan, "0.5", torch.ones(2)
 IMAGES, LABELS = shapes(240, classes=4, seed=1, size=16)
 PLAIN = {"area": (1, 1), "ratio": (1, 1), "flip": 0, "jitter": 0, "gray": 0}  # changes nothing
@@ -374,9 +372,6 @@ def similarities(x, y, labels=None):
 class Operations(TorchDispatchMode):
     """Record the names of the operations of a call, and the bytes of the largest new tensor."""
 
-    # views, and questions about types, start no kernel
-    FREE = """view expand t transpose unsqueeze squeeze slice select detach alias unbind permute
-        as_strided _unsafe_view split chunk promote_types""".split()
     READS = ["_local_scalar_dense", "nonzero", "item", "masked_select"]
 
     def __init__(self):
@@ -612,17 +607,16 @@ torch.distributed.barrier()
 os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
 """
 VARIANTS = [{}, {"block_size": 0}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2, 3, 2]}]
-VARIANTS += [{"negatives": "shared"}, {"detach_weights": False}, {"absolute_margin": -0.3}]
-VARIANTS += [{"tau_plus": 0.05, "temperature": 0.7}, {"negative_mask": "of samples"}]
-VARIANTS += [{"negatives": "of each"}]
+VARIANTS += [{"detach_weights": False}, {"absolute_margin": -0.3}]
+VARIANTS += [{"tau_plus": 0.05, "temperature": 0.7}, {"negatives": embeddings(1, 7, 4)}]
+VARIANTS += [{"negatives": embeddings(3, 6, 2, 4)}, {"negative_mask": embeddings(2, 6, 6) > -0.5}]
 
 
 def losses_of(group):
     """Compute losses of a rank's samples and their mean gradients, in one list."""
     rank = 0 if group is None else torch.distributed.get_rank(group)
     shares = torch.arange(6).view(1 if group is None else 2, -1)
-    x, bank, share, found = embeddings(0, 3, 6, 5), embeddings(1, 7, 4), shares[rank], []
-    of_each, allowed = torch.stack([bank[:6], -bank[1:]], 1), embeddings(2, 6, 6) > -0.5
+    x, share, found = embeddings(0, 3, 6, 5), shares[rank], []
 
     def add(value):
         value, gradient = with_slope(value, encoder.weight)
@@ -630,21 +624,24 @@ def losses_of(group):
             torch.distributed.all_reduce(gradient)
         found.extend([value, gradient / len(shares)])
 
+    def of_rank(v, name, value):
+        if name == "labels":
+            return torch.tensor(value)[share]
+        if name == "negative_mask":
+            columns = torch.cat([others.repeat(v) for others in shares])
+            return value[share.repeat(v)][:, columns]
+        if name == "negatives" and value.ndim == 3:
+            return value[share]
+        return value
+
     for loss, (k, variant) in itertools.product(PRESETS, enumerate(VARIANTS)):
         torch.manual_seed(0)
-        encoder, v, options = nn.Linear(5, 4).double(), 2 + k % 2, dict(variant)
-        if "labels" in options:
-            options["labels"] = torch.tensor(options["labels"])[share]
-        elif "negative_mask" in options:
-            columns = torch.cat([others.repeat(v) for others in shares])
-            options["negative_mask"] = allowed[share.repeat(v)][:, columns]
-        elif options.get("negatives") == "shared":
-            options["negatives"] = bank
-        elif options.get("negatives") == "of each":
-            options |= {"negatives": of_each[share], "weights": "tilted" if loss == "ot" else None}
+        encoder, v = nn.Linear(5, 4).double(), 2 + k % 2
+        options = {name: of_rank(v, name, value) for name, value in variant.items()}
+        if loss == "ot" and k == 8:  # these rows are not shared
+            options["weights"] = "tilted"
         views = [encoder(view[share]) for view in x[:v]]
-        options |= {"loss": loss, "group": group}
-        add(contrastive_loss(*views, **options))
+        add(contrastive_loss(*views, loss=loss, group=group, **options))
     images, texts, given = (encoder(view[share]) for view in x)
     for one, other in ((images, texts), (texts, images)):  # CLIP
         rows = hardneg.gather(other, group)
@@ -813,34 +810,7 @@ class TestSinkhorn:
 
 # ---- Section 3: objectives
 class TestObjectives:
-    """nce, simple, triplet, ppcl, decoupled and the debiased sum are the oracle's."""
-
-    JUDGED = {**MATRICES, "m": st.integers(1, 3), "t": TEMPERATURES, "margin": MARGINS}
-    JUDGED |= {"tau_plus": st.sampled_from([0, 0.1, 0.4, 0.9])}
-    JUDGED |= {"weights": st.sampled_from(["uniform", "tilted", "hardest", "top"])}
-
-    @pytest.mark.parametrize("objective", ["debiased", *hardneg.OBJECTIVES])
-    @at_least(30)
-    @given(**JUDGED, weighted=BOOLEANS)
-    def test_losses(self, objective, seed, weights, a, m, n, tau_plus, t, margin, weighted):
-        a += 1
-        pos, neg = normal(seed, a, m), masked_logits(seed, a, n, empty=objective != "debiased")
-        if objective == "ppcl":  # anchors with fewer positives
-            pos[1:, 1:][normal(seed + 1, a - 1, m - 1) > 0] = -INF
-        log_w = getattr(oracle, weights)(neg, **WEIGHT_OPTIONS[weights])
-        log_w_pos = oracle.tilted(pos, 0.7) if weighted or objective == "ppcl" else None
-        options = {"tau_plus": tau_plus, "log_w_pos": log_w_pos}
-        if objective in ("simple", "triplet"):
-            options = {"simple": {}, "triplet": {"margin": margin}}[objective]
-            wanted = getattr(oracle, objective)(pos, neg, log_w, **options)
-            got = judge(objective, pos, neg, log_w, **options)
-        elif objective == "debiased":
-            wanted = oracle.debiased(pos, neg, log_w, temperature=t, **options)
-            got = log_negatives(pos, neg, log_w, t=t, **options)
-        else:
-            wanted = getattr(oracle, objective)(pos, neg, log_w, temperature=t, **options)
-            got = judge(objective, pos, neg, log_w, t=t, **options)
-        close(got, wanted, 1e-10)
+    """nce, simple, triplet, ppcl and decoupled: what does not count, and what stays apart."""
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
     @given(**SEEDS, filling=st.sampled_from([-1e30, -1.0, 0.3, 50.0]), tau_plus=LOW_TAUS)
@@ -885,13 +855,12 @@ class TestDebiased:
                 call(x, x)
             assert said[0].filename == __file__
 
+    @pytest.mark.filterwarnings("error")
     def test_one_anchor_is_no_majority(self):
         """So a look at the first anchor, for what a function learns, does not warn."""
         x, y = torch.eye(4), torch.eye(4).clone()
         y[1:] = -y[1:]  # the floor binds for the first sample alone
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            contrastive_loss(x, y, tau_plus=0.5, weights=lambda s: 0 * s, block_size=8)
+        contrastive_loss(x, y, tau_plus=0.5, weights=lambda s: 0 * s, block_size=8)
 
     def test_warnings_come_once(self):
         """The floor binds for close views at low t; half in one class do not couple."""
@@ -1543,20 +1512,16 @@ class TestPublishedCode:
 class TestLimits:
     """Every method becomes another one, or a closed form, at the ends of its parameters."""
 
-    @pytest.mark.parametrize(
-        "options, other",
-        [
-            ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.2}, {"loss": "debiased", "tau_plus": 0.2}),
-            ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.0}, {"loss": "simclr"}),
-            ({"loss": "debiased", "tau_plus": 0.0}, {"loss": "simclr"}),
-            ({"loss": "hard", "alpha": 1.0}, {"loss": "simclr"}),
-            ({"loss": "hard-simple", "alpha": 1.0}, {"loss": "simple"}),
-            (
-                {"loss": "hard", "alpha": 1e-6},
-                {"loss": "hard", "alpha": 0.05},
-            ),  # both keep one candidate
-        ],
-    )
+    SAME = [
+        ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.2}, {"loss": "debiased", "tau_plus": 0.2}),
+        ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.0}, {"loss": "simclr"}),
+        ({"loss": "debiased", "tau_plus": 0.0}, {"loss": "simclr"}),
+        ({"loss": "hard", "alpha": 1.0}, {"loss": "simclr"}),
+        ({"loss": "hard-simple", "alpha": 1.0}, {"loss": "simple"}),
+        ({"loss": "hard", "alpha": 1e-6}, {"loss": "hard", "alpha": 0.05}),  # both keep one
+    ]
+
+    @pytest.mark.parametrize("options, other", SAME)
     @given(**BATCHES)
     def test_same_loss(self, options, other, seed, v, b, d):
         x = normal(seed, v * b, d)
@@ -1609,24 +1574,6 @@ class TestLimits:
         if a == n:
             close(cost[linear_sum_assignment(cost)].mean(), least, 1e-9)
         assert least - slack <= spent <= least + 0.05 * math.log(n) + slack
-
-    @pytest.mark.parametrize("alpha", [1.0, 0.4, 0.1])
-    @given(**MATRICES, t=st.floats(0.05, 2))
-    def test_gradients_are_softmax_shares(self, alpha, seed, a, n, t):
-        """A share of the softmax pushes each candidate, and their sum pulls the positive.
-
-        Ref: [4] Eq. 2, 4, 5, 8.
-        """
-        pos, neg = rng(seed).uniform(-1, 1, (a, 1)), masked_logits(seed, a, n) / 2
-        p, s = torch.tensor(pos, requires_grad=True), torch.tensor(neg, requires_grad=True)
-        log_w = hardneg.top(masked(s / t), alpha)
-        loss = judge("nce", p / t, s / t, log_w).sum()
-        by_pos, by_neg = torch.autograd.grad(loss, (p, s))
-        kept = np.where(oracle.top(neg, alpha) == 0, neg, -INF)
-        shares = softmax(np.concatenate([pos, kept], 1) / t, axis=1)
-        close(by_pos[:, 0], -shares[:, 1:].sum(1) / t, 1e-10)
-        close(by_neg, shares[:, 1:] / t, 1e-10)
-        close(by_neg.sum(1), -by_pos[:, 0], 1e-10)
 
     @given(**SAMPLES, t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
     def test_high_temperature(self, seed, b, t, classes):
