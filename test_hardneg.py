@@ -10,7 +10,6 @@ Embeddings are random: similarities tie, and losses have kinks, only where a tes
 
 import contextlib
 import copy
-import gc
 import importlib
 import itertools
 import math
@@ -20,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-import weakref
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -81,7 +79,11 @@ LOW_TAUS = st.sampled_from([0.0, 0.1])
 MARGINS = st.floats(0, 1)
 TEMPERATURES = st.floats(0.2, 2)
 # Sinkhorn stops at an error of 1e-12; in the plan that is 1e-12 / (1 − σ₂²), too much at a low ε
-OPTIONS = {"beta": st.floats(0, 5), "epsilon": st.floats(0.5, 3), "margin": MARGINS}
+OPTIONS = {
+    "beta": st.sampled_from([1e-320, 1e-40]) | st.floats(0, 5),
+    "epsilon": st.floats(0.5, 3),
+    "margin": MARGINS,
+}
 OPTIONS |= {"cost": st.sampled_from(["sqeuclidean", "exp"]), "kappa": st.floats(3, 5)}
 OPTIONS |= {"alpha": st.floats(0.05, 1).map(lambda alpha: round(alpha, 2))}
 OPTIONS |= {"tau_plus": st.sampled_from([None, 0.0, 0.1, 0.3, 0.9])}
@@ -135,6 +137,11 @@ def all_close(got, want, tolerance, floor=1.0):
 def finite(*values):
     """Tell whether tensors have neither NaN nor infinities."""
     return all(bool(x.isfinite().all()) for x in values)
+
+
+def thrice(logits):
+    """Weigh as `tilted` at β = 3 does, without its mean of 1, in arrays and tensors."""
+    return logits + logits + logits  # 3 * (−∞ + 0j) would be NaN
 
 
 def seeded(seed):
@@ -682,17 +689,6 @@ class TestWeights:
         close(found, wanted[used], 1e-10)
 
 
-class TestTilted:
-    """Weights e^{β s} are right for any β and dtype."""
-
-    @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.float64, 1e-10)])
-    @pytest.mark.parametrize("beta", [0.0, 1e-320, 1e-40])
-    def test_beta_too_small_for_the_dtype_is_zero(self, dtype, tolerance, beta):
-        x = normal(7, 8, 3)
-        found = ours(x, 2, dtype=dtype, loss="hcl", beta=beta, block_size=3)
-        same(found, theirs(x, 2, loss="debiased"), tolerance)
-
-
 class TestTop:
     """The ⌈αN⌉ nearest candidates count, and ties with the last of them."""
 
@@ -895,13 +891,6 @@ class TestExactDebiasing:
         found = log_negatives(*settings, log_w, tau_plus, 0.1, log_w_pos, "exact")  # a low floor
         close(found.exp(), truth[None], 1e-10)
 
-    @given(**SAMPLES, v=st.integers(2, 4), tau_plus=st.floats(0, 0.9), t=TEMPERATURES)
-    def test_at_beta_0_is_published(self, seed, v, b, tau_plus, t):
-        x, options = normal(seed, v * b, 3), {"tau_plus": tau_plus, "temperature": t}
-        published = ours(x, v, loss="debiased", **options)
-        for exact in ({"loss": "debiased"}, {"loss": "hcl", "beta": 0.0}):
-            same(ours(x, v, debias="exact", **exact, **options), published, 1e-10)
-
     def test_warns_where_positives_are_views(self):
         """Views are too near for samples of a class, which would have more than all weight."""
         x = embeddings(0, 20, 8)
@@ -934,6 +923,7 @@ class TestContrastiveLoss:
     """`contrastive_loss` is the papers' formulas, and differentiable by whatever asks for it."""
 
     ANSWERS = [(loss, None, None) for loss in PRESETS] + [("hcl", *pair) for pair in PAIRS]
+    ANSWERS += [("hcl", thrice, objective) for objective in hardneg.OBJECTIVES]
     SHAPES = {
         **BATCHES,
         "k": st.integers(1, 5),
@@ -974,7 +964,8 @@ class TestContrastiveLoss:
         masks = {}
         hidden, rules = drawn.pop("hidden"), drawn.pop("masks")
         if hidden:
-            masks["negative_mask"] = random.random((a, n)) >= hidden
+            mask = random.random((random.choice([1, a]), n)) >= hidden
+            masks["negative_mask"] = np.broadcast_to(mask, (a, n)).copy()
         if "labels" in rules and where != "each":
             masks["labels"] = random.integers(3, size=b + rows)
         if "positive_index" in rules and rows:
@@ -982,7 +973,7 @@ class TestContrastiveLoss:
 
         assume(not coupled or where != "each")  # no candidate is shared
         assume(not coupled or can_couple(x, v, rows, answers[1], masks, drawn))
-        exact = drawn.pop("exact") and has_tau and not coupled
+        exact = drawn.pop("exact") and has_tau and not coupled and not callable(weights)
         t, block_size = drawn.pop("temperature"), drawn.pop("block_size")
         options = {"loss": loss, "weights": weights, "objective": objective, **masks, **drawn}
         options["debias"] = "exact" if exact else "published"
@@ -998,7 +989,9 @@ class TestContrastiveLoss:
         views, bank = tensors(x, v, rows, dtype, grad=True, each=each)
         learned = torch.tensor(t, dtype=torch.float64, requires_grad=True)
         asked = {"temperature": learned, "block_size": block_size, "return_stats": True}
-        value, stats = contrastive_loss(*views, **bank, **options, **asked)
+        if hidden and len(mask) == 1:
+            asked["negative_mask"] = torch.tensor(mask[0])  # one for all anchors
+        value, stats = contrastive_loss(*views, **bank, **options | asked)
         inputs, by_value = [*views, *bank.values(), learned], torch.tensor(weight).to(value)
         *slopes, by_t = torch.autograd.grad(value, inputs, by_value, materialize_grads=True)
         gradient = torch.cat([slope.flatten(0, -2) for slope in slopes])
@@ -1035,7 +1028,8 @@ class TestContrastiveLoss:
         printed = equation(*np.split(oracle.unit(x), 2), **settings)
         close(ours(x, 2, loss=loss, **hardneg.PAPERS[loss])[0], printed, 1e-9)
 
-        given = {name: drawn[name] for name in hardneg.PAPERS[loss]}
+        names = [name for name in hardneg.PAPERS[loss] if drawn[name] is not None]
+        given = {name: drawn[name] for name in names}
         settings = settings | given
 
         def of_rows(rows):
@@ -1092,55 +1086,29 @@ class TestContrastiveLoss:
         close(value, contrastive_loss(*views, loss="ot"), 1e-12)
 
 
-class TestNegatives:
-    """Candidates by `negatives`, `positive_index`, `negative_mask`, `labels` and margins."""
-
-    def test_one_mask_for_all_anchors(self):
-        x, y, bank = embeddings(3, 3, 8, 3)
-        mask, options = torch.arange(8) > 2, {"loss": "hcl", "block_size": 3}
-        want = contrastive_loss(x, y, negatives=bank[3:], **options)
-        close(contrastive_loss(x, y, negatives=bank, negative_mask=mask, **options), want, 1e-10)
-
-
 class TestFunctions:
     """Own functions may be the `weights`, the `objective` or both: `weigh` takes them."""
 
     DRAWN = {"v": st.integers(2, 3), "k": st.sampled_from([0, 4]), "t": st.floats(0.2, 1)}
-    DRAWN |= {"objective": st.sampled_from(hardneg.OBJECTIVES)}
+    DRAWN |= {"objective": st.sampled_from(hardneg.OBJECTIVES), "block_size": BLOCK_SIZES}
 
     @pytest.mark.parametrize("weights", EXACTLY_DEBIASED)
     @at_least(20)
-    @given(**SEEDS, **DRAWN, size=BLOCK_SIZES, detach=BOOLEANS, tau_plus=LOW_TAUS)
-    def test_are_as_named_ones(self, weights, objective, seed, v, k, t, size, detach, tau_plus):
-        x = normal(seed, 4 * v + k, 3)
-        options = {"detach_weights": detach, "temperature": t, "tau_plus": tau_plus}
+    @given(**SEEDS, **DRAWN, detach_weights=BOOLEANS)
+    def test_are_as_named_ones(self, weights, objective, seed, v, k, t, **options):
+        x, options = normal(seed, 4 * v + k, 3), {"temperature": t, "tau_plus": 0.0} | options
 
-        # their thresholds are those of candidates, which a function of positives does not see
-        assume(v == 2 or tau_plus == 0 or weights in ("uniform", "tilted"))
-
-        def weigh(logits):
+        def own_weigh(logits):
             return log_weights(weights, logits, **WEIGHT_OPTIONS[weights])
 
         def own_judge(pos, neg, log_w):
-            if objective in ("simple", "triplet"):
-                return judge(objective, t * pos, t * neg, log_w)
-            log_w_pos = weigh(pos.detach() if detach else pos)
-            debiasing = {"tau_plus": tau_plus, "t": t, "log_w_pos": log_w_pos}
-            return judge(objective, pos, neg, log_w, **debiasing)
-
-        def thrice(logits):
-            return 3 * logits
-
-        def last(pos, neg, log_w):
-            return (neg + log_w)[:, -1] - pos[:, 0]
+            scale = t if objective in ("simple", "triplet") else 1.0
+            return judge(objective, scale * pos, scale * neg, log_w)
 
         named = {**options, **WEIGHT_OPTIONS[weights], "weights": weights, "objective": objective}
-        wanted = ours(x, v, k, **named)
-        for one, other in ((weigh, objective), (weights, own_judge), (weigh, own_judge)):
-            own = {**named, "weights": one, "objective": other}
-            same(ours(x, v, k, block_size=size, **own), wanted, 1e-10)
-        if k:  # in plain operations, for both
-            agree(x, v, k, block_size=size, **options, weights=thrice, objective=last)
+        wanted = ours(x, v, k, **named | {"block_size": 0})
+        for own in ({"weights": own_weigh}, {"objective": own_judge}):
+            same(ours(x, v, k, **named | own), wanted, 1e-10)
 
     @pytest.mark.parametrize("part", ["weights", "objective"])
     @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -1186,34 +1154,25 @@ class TestFunctions:
         options = {"weights": weights, "objective": judge if objective == "own" else objective}
         assert contrastive_loss(x, y, labels=[0] * 4, tau_plus=tau_plus, **options) == 0
 
-    @pytest.mark.parametrize("name, slope", [("uniform", 0), ("tilted", 1)])
-    def test_a_forgotten_mask_comes_back(self, name, slope):
-        def function(logits):
-            return slope * logits.clamp_min(-99)
-
+    def test_a_forgotten_mask_comes_back(self):
         def judge(pos, neg, log_w):
             assert torch.equal(log_w < hardneg.FAR, neg < hardneg.FAR)
             log_w = log_w - torch.logsumexp(log_w, 1, keepdim=True) + math.log(8)
             return hardneg.nce(pos, hardneg.log_sum(neg, log_w))
 
-        beta = {"beta": float(slope)}
-
         x, y = embeddings(2, 2, 5, 3)
-        got = contrastive_loss(x, y, weights=function, objective=judge)
-        close(got, contrastive_loss(x, y, weights=name, **beta), 1e-12)
+        got = contrastive_loss(x, y, weights=lambda s: s.clamp_min(-99), objective=judge)
+        close(got, contrastive_loss(x, y, weights="tilted", beta=1.0), 1e-12)
 
 
 class TestTemperature:
     """The temperature may be a number, a tensor or learned."""
 
-    @pytest.mark.parametrize("frozen, loss", [(True, "hcl"), (False, "simple"), (False, "triplet")])
     @pytest.mark.parametrize("block_size", [0, 3])
-    def test_has_a_gradient_where_it_counts(self, frozen, loss, block_size):
-        learned = nn.Parameter(torch.tensor(0.5))
-        views = tensors(normal(1, 8, 3), 2, grad=not frozen)[0]
-        hardneg.ContrastiveLoss(loss, temperature=learned, block_size=block_size)(*views).backward()
-        slope = 0 if learned.grad is None else float(learned.grad)
-        assert (abs(slope) > 1e-9) == (loss == "hcl")
+    def test_is_learned_beside_frozen_views(self, block_size):
+        learned, x = nn.Parameter(torch.tensor(0.5)), embeddings(1, 2, 4, 3)
+        hardneg.ContrastiveLoss("hcl", temperature=learned, block_size=block_size)(*x).backward()
+        assert abs(float(learned.grad)) > 1e-9
 
     @pytest.mark.parametrize("block_size", [0, 4])
     def test_may_have_16_bits(self, block_size):
@@ -1675,19 +1634,8 @@ class TestMine:
         assert sorted(hardneg.mine(x, x, 9).tolist()[0]) == [-1] * 6 + [1, 2, 3]
         for none in ({"labels": torch.zeros(4)}, {"absolute_margin": 2.0}, {"skip": 3}):
             assert (hardneg.mine(x, x, 2, **none) == -1).all()
-
-    @given(**SEEDS, **MARGINS)
-    def test_margins_are_those_of_the_loss(self, seed, **margins):
-        """What `mine` leaves out are the candidates without a gradient in the loss."""
-        x, y = (torch.tensor(rows) for rows in normal(seed, 2, 6, 3))
-        found = hardneg.mine(x, y, 6, **margins)
-        candidates = y.clone().requires_grad_()
-        for i, row in enumerate(found.tolist()):
-            given = {"negatives": candidates, "positive_index": torch.tensor([i]), **margins}
-            loss = contrastive_loss(x[i : i + 1], y[i : i + 1], **given)
-            (slope,) = torch.autograd.grad(loss, candidates)
-            counted = slope.abs().sum(1).nonzero()[:, 0].tolist()
-            assert counted == sorted(j for j in row if j >= 0)
+        twice = x.repeat(2, 1)  # a document may be as near as the margin allows
+        assert hardneg.mine(x, twice, 1, absolute_margin=0.0)[:, 0].tolist() == [4, 5, 6, 7]
 
     WRONG = [("k", 0), ("k", 2.0), ("skip", -1), ("queries", torch.eye(4) * INF)]
     WRONG += [("documents", torch.eye(4)[:size]) for size in (0, 3)]
@@ -1712,28 +1660,23 @@ class TestMine:
 class TestDraw:
     """Indices have the frequencies of their weights, and a generator's state replays them."""
 
-    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
-    @given(**SEEDS, constant=st.sampled_from([0, 1000]))
-    def test_frequencies(self, weights, seed, constant):
-        logits = masked_logits(seed, 3, 6, share=0 if weights == "transported" else 0.3)
-        options = WEIGHT_OPTIONS[weights]
-        log_w = log_weights(weights, logits, **options) + constant
-        draws, generator = 20000, seeded(seed)
-        shares = np.exp(getattr(oracle, weights)(logits, **options))
-        for row, share in zip(log_w, shares, strict=True):
-            index = hardneg.draw(row.expand(draws, -1), 1, generator)
-            expected = draws * share / share.sum()
-            off, used = np.bincount(index.flatten().numpy(), minlength=6) - expected, expected > 0
-            assert (off[~used] == 0).all()
-            assert (off[used] ** 2 / expected[used]).sum() < 50  # χ² of 5 degrees: 1e-9
-
-    def test_the_second_is_drawn_from_the_rest(self):
-        """P(1, then 2) = w_1 w_2 / (1 − w_1) for shares w."""
-        w = np.array([0.5, 0.3, 0.2])
-        index = hardneg.draw(torch.tensor(w).log().expand(30000, -1), 2, seeded(0)).numpy()
-        for i, j in itertools.permutations(range(3), 2):
-            expected = w[i] * w[j] / (1 - w[i])
-            assert abs((index == [i, j]).all(1).mean() - expected) < 5 * math.sqrt(expected / 30000)
+    @pytest.mark.parametrize("constant", [0, 1000])
+    @given(**SEEDS, a=st.integers(1, 3), n=st.integers(3, 5))
+    def test_frequencies(self, constant, seed, a, n):
+        """P(i, then j) = w_i w_j / (1 − w_i) for shares w: the second is one of the rest."""
+        log_w, draws = normal(seed, a, n), 20000
+        log_w[:, 0] = -INF
+        for row in torch.tensor(log_w):
+            index = hardneg.draw((row + constant).expand(draws, -1), 2, seeded(seed)).numpy()
+            w = row.softmax(0).numpy()
+            expected = draws * np.outer(w / (1 - w), w)
+            np.fill_diagonal(expected, 0)
+            found = np.zeros((n, n))
+            np.add.at(found, tuple(index.T), 1)
+            used = expected > 0
+            assert (found[~used] == 0).all()
+            chi = (found - expected)[used] ** 2 / expected[used]
+            assert chi.sum() < 75  # of 11 degrees at most: 1e-11
 
     @given(**MATRICES)
     def test_replay_and_no_repeats(self, seed, a, n):
@@ -1829,12 +1772,6 @@ class TestInvalidArguments:
     WRONG += [("negative_mask", torch.ones(4, 8).bool(), k) for k in ((), (7,), (4, 2))]
     WRONG += [("group", "world", ()), ("group", True, ())]
 
-    @pytest.mark.parametrize("name, value, k", [*WRONG, ("negative_mask", torch.ones(8, 8), ())])
-    def test_other_tensors(self, name, value, k):
-        bank = {"negatives": torch.ones(*k, 3)} if k else {}
-        with pytest.raises(ValueError, match=rf"^{name} is "):
-            contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
-
     SAID = [  # argument, its value, rows given; what the error says
         ("labels", torch.zeros(4), (2,), "is torch.float32 (4,); it must be a tensor (6)"),
         ("labels", torch.zeros(4), (4, 2), "is given; it must be None with negatives (B, K, D)"),
@@ -1848,6 +1785,9 @@ class TestInvalidArguments:
         for labels in (torch.arange(4), torch.arange(4.0)):
             with pytest.raises(ValueError, match="labels go in labels="):
                 contrastive_loss(torch.ones(4, 3), labels)
+
+    WRONG += [("negative_mask", torch.ones(8, 8), ())]
+    SAID += [(name, value, k, f"{name} is ") for name, value, k in WRONG]
 
     @pytest.mark.parametrize("name, value, k, said", SAID)
     def test_errors_say_what_is_allowed(self, name, value, k, said):
@@ -1890,38 +1830,6 @@ class TestLargeBatches:
         with pytest.raises(RuntimeError, match="block_size=0"):
             torch.autograd.grad(function(x, block_size=3), x, create_graph=True)
 
-    @pytest.mark.parametrize("loss", ["hcl", "ot"])
-    @pytest.mark.parametrize("reduction", ["mean", "none"])
-    def test_memory_is_linear(self, loss, reduction):
-        """What autograd saves, and what outlives the call, has the size of the embeddings."""
-        views, saved = tensors(normal(18, 32, 4), 2, grad=True)[0], []
-
-        class Box:
-            def __init__(self, x):
-                self.x = x.detach()
-                saved.append(weakref.ref(self))  # the graph alone keeps the box alive
-
-        def kept(block_size):
-            saved.clear()
-            before = {id(x) for x in gc.get_objects() if type(x) is torch.Tensor}
-            options = {"loss": loss, "reduction": reduction, "block_size": block_size}
-            with torch.autograd.graph.saved_tensors_hooks(Box, lambda box: box.x):
-                value = contrastive_loss(*views, **options)
-            alive = [value, *(box().x for box in saved if box() is not None)]
-            alive += [x for x in gc.get_objects() if type(x) is torch.Tensor]
-            new = [x for x in alive if id(x) not in before and x.is_floating_point()]
-            return max(x.untyped_storage().nbytes() // x.element_size() for x in new)
-
-        assert kept(0) >= 32**2 and kept(8) <= 32 * 4
-
-    @pytest.mark.parametrize("loss, learns", [("ot", False), ("ot", True), ("hard", True)])
-    def test_no_matrix_of_all_pairs(self, as_on_a_gpu, loss, learns):
-        """Not even ot has one, although its coupling is of all anchors at once."""
-        x, y = embeddings(18, 2, 2100, 3).float()
-        with torch.set_grad_enabled(learns), Operations() as operations:
-            contrastive_loss(x, y, loss=loss, epsilon=1.0)
-        assert 2**20 < operations.bytes <= 5 * 2**20
-
     RESIDENT = """
 import resource
 import torch
@@ -1938,10 +1846,11 @@ def take(loss, n, **options):
 take("hcl", 8)
 take("ot", 8, epsilon=1.0)
 before = peak()
-take("ot", 4096, epsilon=1.0)
 for weights in ("uniform", "tilted", lambda logits: 0.5 * logits):
     for reduction in ("mean", "none"):
         take("simclr", 4096, weights=weights, reduction=reduction)
+print(peak() - before)
+take("ot", 4096, epsilon=1.0)  # its blocks and those of the loss have different sizes
 print(peak() - before)
 """
 
@@ -1951,7 +1860,8 @@ print(peak() - before)
         run = start(["-c", self.RESIDENT], tmp_path)
         printed, error = run.communicate(timeout=300)
         assert run.returncode == 0, error
-        assert float(printed) < 128
+        usual, coupled = map(float, printed.split())
+        assert usual < 128 and coupled < 200
 
     def test_compiles_with_an_option_that_varies(self):
         """As for an annealed β: from its second value on it is a symbol of the graph."""
@@ -2050,18 +1960,14 @@ class TestReadyForAGPU:
 
     @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("samples", [128, 512])
-    def test_the_host_reads_nothing(self, as_on_a_gpu, monkeypatch, loss, samples):
-        """Of Sinkhorn it reads one number for every eight steps."""
-        asked = Mock(wraps=hardneg._stops)
-        monkeypatch.setattr(hardneg, "_stops", asked)
+    def test_the_host_reads_nothing(self, as_on_a_gpu, loss, samples):
+        """Of Sinkhorn it reads one number for every eight steps: these converge in as many."""
         x, y = (torch.randn(samples, 16, requires_grad=samples == 128) for _ in range(2))
         with Operations() as operations:  # blocks compute their gradient with the loss
-            value, _ = contrastive_loss(x, y, loss=loss, epsilon=0.1, return_stats=True)
+            value, _ = contrastive_loss(x, y, loss=loss, epsilon=0.5, return_stats=True)
             if samples == 128:
                 value.backward()
-        steps = max([call.args[1] for call in asked.call_args_list], default=0)
-        assert 8 * len(operations.reads()) == steps
-        assert (steps >= 8) == (loss == "ot")
+        assert len(operations.reads()) == (loss == "ot")
 
     @pytest.mark.parametrize("loss", ["hcl", "ot", "hard-simple", "triplet", "ppcl"])
     @pytest.mark.parametrize("device", [DEVICE, "fake"])
@@ -2084,21 +1990,16 @@ class TestReadyForAGPU:
                         value.sum().backward()
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
-    FOUND = {"relative_margin": 0.05, "absolute_margin": 0.01, "skip": 1}
-
-    def test_finding_reads_nothing(self, as_on_a_gpu):
-        x, y = embeddings(0, 2, 700, 4).float()
-        with Operations() as operations:
-            found = hardneg.mine(x, y, 5, labels=torch.arange(700) // 2, **self.FOUND)
-            hardneg.draw(x @ y.T, 3, seeded(0))
-        assert not operations.reads()
-        assert found.shape == (700, 5)
-
     def test_finding_stays_on_the_device(self):
+        """There are no values to read on a fake one."""
+        margins = {"relative_margin": 0.05, "absolute_margin": 0.01}
         with FakeTensorMode():
             x, y = torch.randn(2, 700, 4, device="cuda")
             labels = torch.zeros(700, device="cuda")
-            found = hardneg.mine(x, y, 5, labels=labels, **self.FOUND), hardneg.draw(x @ y.T, 3)
+            found = (
+                hardneg.mine(x, y, 5, skip=1, labels=labels, **margins),
+                hardneg.draw(x @ y.T, 3),
+            )
         assert {index.device.type for index in found} == {"cuda"}
 
     @pytest.mark.parametrize("name", METHODS)
@@ -2249,27 +2150,22 @@ class TestViews:
         assert 0.25 < ((seen - x).abs().amax((1, 2, 3)) > 1e-3).double().mean() < 0.35
 
     def test_each_image_has_its_own_view_and_a_generator_replays_them(self):
+        """Bytes, other whole numbers and autocast do not change it."""
         x = (random_images(1).expand(8, -1, -1, -1) * 255).to(torch.uint8)
-        seen, again, other = (hardneg.view(x, seeded(seed), blur=0.5) for seed in (4, 4, 5))
-        assert torch.equal(seen, again) and not torch.equal(seen, other)
+        draw = partial(hardneg.view, blur=0.5)
+        seen, other = draw(x, seeded(4)), draw(x, seeded(5))
+        assert not torch.equal(seen, other)
         assert len(seen.flatten(1).unique(dim=0)) == 8 and 0 <= seen.min() and seen.max() <= 1
-        close(seen, hardneg.view(x / 255, seeded(4), blur=0.5), 1e-6)
+        for same_image in (x, x.long()):
+            assert torch.equal(draw(same_image, seeded(4)), seen)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(draw(x, seeded(4)), seen)
+        close(seen, draw(x / 255, seeded(4)), 1e-6)
         for dtype in (torch.float16, torch.bfloat16):
             coarse = (x / 255).to(dtype)
             plain = hardneg.view(coarse, **PLAIN)  # computed in float32, on any processor
             assert plain.dtype == torch.float32
             close(plain, coarse, 1e-6)
-
-    def test_autocast_does_not_reach_the_pixels(self):
-        """In 16 bits a coordinate would be off by half a pixel of 224, a colour by 1/256."""
-        x = random_images(3, 64, torch.float32)
-        seen = hardneg.view(x, seeded(4), blur=0.5)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(hardneg.view(x, seeded(4), blur=0.5), seen)
-
-    def test_integers_are_bytes(self):
-        x = (random_images() * 255).to(torch.uint8)
-        assert torch.equal(hardneg.view(x.long(), seeded(1)), hardneg.view(x, seeded(1)))
 
     @pytest.mark.parametrize("size", [(3, 8, 8), (2, 1, 8, 8)])
     def test_other_shapes(self, size):
@@ -2483,12 +2379,6 @@ class TestReadouts:
             hardneg.embed(encoder, torch.rand(2, 5, 8, 8))
         assert all(module.training for module in encoder.modules())
 
-    def test_autocast_changes_nothing(self):
-        z = 1 + 0.1 * embeddings(5, 300, 4).float()
-        wanted = hardneg.uniformity(z)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert hardneg.uniformity(z) == wanted
-
     def test_uniformity_needs_two_rows(self):
         with pytest.raises(hardneg.InvalidArgument, match="^z is "):
             hardneg.uniformity(torch.ones(1, 3))
@@ -2500,6 +2390,8 @@ class TestReadouts:
         z, w = oracle.unit(x.numpy()), oracle.unit(y.numpy())
         close(hardneg.unit(x), z, 1e-14)
         squares = ((z[:, None] - z) ** 2).sum(-1)[~np.eye(n, dtype=bool)]
+        with torch.autocast("cpu", torch.bfloat16):
+            close(hardneg.uniformity(x.float(), t), hardneg.uniformity(x, t), 1e-5)
         close(hardneg.uniformity(x, t), np.log(np.exp(-t * squares).mean()), 1e-10)
         close(hardneg.alignment(x, y), ((z - w) ** 2).sum(1).mean(), 1e-10)
 
@@ -2647,7 +2539,9 @@ class TestTraining:
         game = {"game": tiny_game(16, every=1)} if name == "diffhard" else {}
         stays_on_the_device(begin(IMAGES[:40].to(DEVICE), name, method_options=game))
 
-    @pytest.mark.parametrize("name, recipe", zip(METHODS, ["sgd", "adam", "adamw"], strict=True))
+    ORDER = [("simclr", "sgd"), ("bank", "adam"), ("diffhard", "adamw")]
+
+    @pytest.mark.parametrize("name, recipe", ORDER)
     def test_resumes_to_the_same_bits(self, name, recipe, tmp_path):
         whole, seen = begin(IMAGES, name, recipe=recipe), []
         for figures in whole:
@@ -2681,10 +2575,8 @@ class TestTraining:
         for seed in (0, 0, 1):
             list(itertools.islice(begin(IMAGES, seed=seed), 2))
         first, again, other = torch.stack(draws).chunk(3)
-        assert (
-            torch.equal(first, again)
-            and len(torch.cat([first, other]).unique()) == first.numel() * 2
-        )
+        assert torch.equal(first, again)
+        assert len(torch.cat([first, other]).unique()) == 2 * first.numel()
 
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, n, size, sizes):
