@@ -17,6 +17,7 @@ from pathlib import Path
 # threads that wait for work sleep: beside another job, spinning would cost most of the time
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
+from tqdm import tqdm
 
 import hardneg
 from training import UserError, baselines, compare, flag_of, report, require, runs
@@ -62,7 +63,6 @@ FLAGS = {
     "alpha": (float, BEST["alpha"], "hard: share of nearest kept [4]"),
     "lead_in": (bool, True, "hard: lower the share from 1 to alpha at first"),
     "margin": (float, 0.0, "triplet: a squared distance, at least 0"),
-    "true_positives": (bool, False, "second view: another image of the class [1]"),
     "method": (METHODS, "simclr", "candidates: a batch; bank [4], queue, clae, diffhard [3]"),
     "data": (str, "shapes", f"shapes, {', '.join(TORCHVISION)}, or a folder of images"),
     "root": (str, "data", "folder of torchvision's sets, which are downloaded to it"),
@@ -98,11 +98,11 @@ FLAGS = {
 BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out overwrite".split()
 CRITERION = [name for name in FLAGS if name in hardneg.DEFAULTS]
 OF_METHODS = list(FLAGS)[list(FLAGS).index("momentum") :]
+OF_TRAINING = "recipe epochs batch_size lr weight_decay micro_batch seed".split()
 FREE = "out device root report overwrite compile".split()  # may change in a run
 FACTS = "loss method data seed epochs device".split()  # of results.json
 LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9)}
 LIMITS |= dict.fromkeys(("weight_decay", "seed", "gan_lr", "ascent_lr"), (0, 10**9))
-LIMITS["queue_size"] = (1, 10**9)
 OF_LOGITS = set(hardneg.OF_LOGITS)
 LOOKS = {"temperature": OF_LOGITS | {"tilted"}, "margin": {"triplet"}}  # who look at an option
 LOOKS["detach_weights"] = {"tilted", "transported"}
@@ -110,7 +110,7 @@ LOOKS |= dict.fromkeys(("tau_plus", "debias"), OF_LOGITS)
 LOOKS |= dict.fromkeys(("beta", "anneal"), {"tilted"})
 LOOKS |= dict.fromkeys(("alpha", "lead_in"), {"top"})
 LOOKS |= dict.fromkeys(("epsilon", "cost", "kappa"), {"transported"})
-MISTAKES = UserError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
+MISTAKES = UserError, OSError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
 
 
 class Options(argparse.Namespace):
@@ -190,9 +190,10 @@ def parse(argv: list[str]) -> dict:
 # ---- One run, from images to a table -----------------------------------------------------------
 
 
-def run(options: Options, images: Images | None = None, known=None, bar=None) -> dict:
+def run(options: Options, images: Images | None = None, known=None, make=None) -> dict:
     """Train an encoder, measure it, save what was found → the content of results.json.
-    Several runs may share images, the figures that `report.measure` knows, and a progress bar."""
+    Several runs may share images, and the figures that `report.measure` knows. make: as
+    `make_method`, for a method of one's own."""
     with runs.alone(options.out):
         results = runs.finished(options)
         if results is not None:
@@ -200,13 +201,14 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
             print(f"finished before, in {options.out}; --overwrite replaces it")
             return results
         images = images or read(options)
-        encoder, training = build(options, images)
-        report.describe(options, training)
+        settings = options.of_the_run()
+        print(", ".join(f"{name} {settings[name]}" for name in CRITERION if name in settings))
+        encoder, training = build(options, images, make or make_method)
         state = runs.restore(training, options)
-        learn(options, training, state, images, bar)
+        learn(options, training, state, images)
         results = {name: getattr(options, name) for name in FACTS}
         results["seconds"] = round(state["seconds"], 1)
-        results["options"] = options.of_the_run()
+        results["options"] = settings
         results["history"] = state["history"]
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
         report.print_table(results)
@@ -218,7 +220,7 @@ def run(options: Options, images: Images | None = None, known=None, bar=None) ->
         return results
 
 
-def build(options: Options, images: Images) -> tuple:
+def build(options: Options, images: Images, make: Callable) -> tuple:
     """Make the encoder and its training as the options say."""
     criterion = hardneg.ContrastiveLoss(**{name: getattr(options, name) for name in CRITERION})
     encoder = runs.untrained(options.encoder, images, options.seed)
@@ -232,36 +234,23 @@ def build(options: Options, images: Images) -> tuple:
     training = hardneg.Training(
         encoder,
         images.train,
-        make_method(options, criterion, encoder, images),
-        options.recipe,
-        options.epochs,
-        options.batch_size,
-        options.lr,
-        options.weight_decay,
-        schedules,
-        options.micro_batch,
-        seed=options.seed,
+        make(options, criterion, encoder, images),
+        schedules=schedules,
+        **{name: getattr(options, name) for name in OF_TRAINING},
     )
     return encoder, training
 
 
 def make_method(options: Options, criterion, encoder, images: Images) -> hardneg.SimCLR:
     """Make the method of training that the options name."""
-    train, size = images.train, images.train.shape[-1]
+    size = images.train.shape[-1]
     blurred = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
     views = blurred | VIEWS[options.views]
-    if options.true_positives:
-        possible = options.method == "simclr" and bool(images.classes)
-        wanted = "off: it is for the method simclr and images with classes"
-        require(possible, "--true-positives", "on", wanted)
-        return baselines.TruePositives(criterion, train, images.train_labels, views)
     if options.method == "bank":
-        return hardneg.Bank(criterion, encoder, train, options.momentum, views)
+        return hardneg.Bank(criterion, encoder, images.train, options.momentum, views)
     if options.method == "queue":
-        wanted = f"below the number of training images, {len(train)}"
-        require(options.queue_size < len(train), "--queue-size", options.queue_size, wanted)
         settings = options.queue_size, options.momentum, views
-        return baselines.Queue(criterion, encoder, train, *settings)
+        return baselines.Queue(criterion, encoder, images.train, *settings)
     if options.method == "clae":
         return baselines.CLAE(criterion, options.bound, views)
     if options.method == "diffhard":
@@ -272,15 +261,15 @@ def make_method(options: Options, criterion, encoder, images: Images) -> hardneg
     return hardneg.SimCLR(criterion, views)
 
 
-def learn(options: Options, training: hardneg.Training, state: dict, images: Images, bar) -> None:
+def learn(options: Options, training: hardneg.Training, state: dict, images: Images) -> None:
     """Train to the end with a progress bar.
     After each epoch, and each minute, save all that the run needs to go on."""
     n, seen = len(training.images), state["seen"]
     start = saved = time.perf_counter()
     before = state["seconds"]
     done = training.method.pretrain + training.epoch
-    with runs.bar_of(n * options.passes(), bar) as bar:
-        runs.skip(bar, n * done + n * training.step_in_epoch // training.steps_per_epoch)
+    first = n * done + n * training.step_in_epoch // training.steps_per_epoch
+    with tqdm(total=n * options.passes(), initial=first, unit=" images", mininterval=1) as bar:
         for figures in training:
             seen.append(figures)
             shown = bar.update(figures["images"])  # at most once a second
@@ -303,25 +292,21 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command. A user's mistake ends it with a line: exit code 2 for options, 1 for a run."""
+    """Run a command. A user's mistake ends it with one line and exit code 2."""
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
     given = parse(sys.argv[1:] if argv is None else argv)
     try:
-        act = action_of(given)
-    except MISTAKES as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
-    try:
-        act()
+        act(given)
     except KeyboardInterrupt:
         print("\nStopped; the same command goes on, without --overwrite.", file=sys.stderr)
         sys.exit(130)
     except MISTAKES as error:
-        sys.exit(f"train.py: {error}")
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
-def action_of(given: dict) -> Callable:
-    """Check the options of a command → what it does."""
+def act(given: dict) -> None:
+    """Check the options of a command, then do what it asks for."""
     losses, seeds = given.pop("compare", None), given.pop("seeds", 3)
     if losses:
         named = "loss" not in given
@@ -333,10 +318,11 @@ def action_of(given: dict) -> Callable:
             print(f"{flag_of(name, value)} has no effect here ({of})")
     for row in rows:
         check(row)
-    if not losses:
-        return functools.partial(run, rows[0])
-    out = given.get("out", runs.folder_of(rows[0], "compare"))
-    return functools.partial(compare.compare, compare.plan_of(rows, seeds, out), run, out)
+    if losses:
+        out = given.get("out", runs.folder_of(rows[0], "compare"))
+        compare.compare(compare.plan_of(rows, seeds, out), run, out)
+    else:
+        run(rows[0])
 
 
 def check(options: Options) -> None:
@@ -352,12 +338,13 @@ def check(options: Options) -> None:
         value = getattr(options, name)
         fits = value is None or least <= value <= most
         require(fits, flag_of(name), value, f"from {least} to {most}")
-    require(not options.out.is_file(), "--out", options.out, "a folder, not a file")
     size = options.size or 32
     blank = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=options.device)
     labels = torch.arange(4, device=options.device) // 2
-    small = options.but(compile=False, queue_size=1)
-    build(small, Images(blank, labels, blank, labels, ["a", "b"]))
+    small = options.but(compile=False)
+    if options.method == "queue":
+        small.queue_size = min(1, options.queue_size)
+    build(small, Images(blank, labels, blank, labels, []), make_method)
 
 
 if __name__ == "__main__":

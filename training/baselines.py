@@ -1,4 +1,4 @@
-"""Methods of training to compare with: true positives, a queue of keys, adversarial views.
+"""Methods of training to compare with: a queue of keys, adversarial views.
 
 Each is a method of `hardneg.Training`, as those of hardneg.py are. References in brackets are those
 of hardneg.py, and
@@ -11,42 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import hardneg
-
-
-class TruePositives(hardneg.SimCLR):
-    """Contrast a view of each image with a view of another image of its class, a "true positive".
-    partners, labels: the training set, and the class of each image, −1 if unknown. Ref: [1] Fig. 2
-    """
-
-    def __init__(
-        self,
-        criterion: nn.Module,
-        partners: Tensor,
-        labels: Tensor,
-        view_options: dict | None = None,
-    ):
-        super().__init__(criterion, view_options)
-        self.partners, self.labels = partners, labels
-
-    def step(self, encoder, images, index, generator, **options):
-        others = self.others_of_class(index, generator)
-        z, other = self.embed_views(encoder, generator, images, others)
-        return self.contrast(z, other, **options)
-
-    def others_of_class(self, index: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draw for each image another one of its class; itself if there is none, or no label.
-        Partners on another device than the index make the host wait."""
-        labels = self.labels.to(index.device)
-        same = (labels == labels[index, None]) & (labels >= 0)  # (B, n)
-        log_w = torch.where(same, 0.0, -torch.inf)
-        log_w.scatter_(1, index[:, None], -20.0)  # itself hardly ever, if there is another
-        other = hardneg.draw(log_w, 1, generator)[:, 0]
-        return self.partners[other.to(self.partners.device)].to(other.device)
+from training import require
 
 
 class Queue(hardneg.SimCLR):
     """Contrast a view with a key, embedded by a slow copy of the encoder; keys are the candidates.
-    size: how many keys of earlier batches are candidates. Take fewer than there are images, as an
+    queue_size: how many keys of earlier batches are candidates; fewer than there are images, as an
     older key of the anchor's image is a false negative. momentum: of the copy, in [0, 1).
     Ref: [8] Algorithm 1, but the copy is in eval mode, and this batch's keys are candidates, too:
     without them, their age would tell negatives from positives."""
@@ -56,17 +26,18 @@ class Queue(hardneg.SimCLR):
         criterion: nn.Module,
         encoder: nn.Module,
         images: Tensor,
-        size: int = 4096,
+        queue_size: int = 4096,
         momentum: float = 0.99,
         view_options: dict | None = None,
     ):
         super().__init__(criterion, view_options)
-        _check(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
-        _check(size >= 1, "size", size, "a whole number of at least 1")
+        require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
+        n = len(images)
+        require(1 <= queue_size < n, "queue_size", queue_size, f"from 1 to below {n}, the images")
         self.momentum = momentum
         self.slow = copy.deepcopy(encoder).requires_grad_(False).eval()
         self.leader = (encoder,)  # in a tuple: it is no part of this module
-        first = torch.arange(size, device=images.device) * len(images) // size  # evenly spread
+        first = torch.arange(queue_size, device=images.device) * n // queue_size  # evenly spread
         self.register_buffer("rows", hardneg.embed(encoder, images[first])[1])
 
     def step(self, encoder, images, index, generator, **options):
@@ -94,7 +65,7 @@ class CLAE(hardneg.SimCLR):
         self, criterion: nn.Module, bound: float = 0.015, view_options: dict | None = None
     ):
         super().__init__(criterion, view_options)
-        _check(0 < bound < 1, "bound", bound, "in (0, 1)")
+        require(0 < bound < 1, "bound", bound, "in (0, 1)")
         self.bound = bound
 
     def step(self, encoder, images, index, generator, return_stats=False, **options):
@@ -107,8 +78,3 @@ class CLAE(hardneg.SimCLR):
         harder = (second + self.bound * slope.sign()).clamp(0, 1).detach()
         harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
         return (loss + harder_loss) / 2, figures
-
-
-def _check(valid, name, got, allowed):
-    if not valid:
-        raise hardneg.InvalidArgument(f"{name} is {got}; it must be {allowed}")

@@ -1,7 +1,5 @@
-"""Train with several losses and seeds, and say which differences hold."""
+"""Train with several losses and seeds, and write their differences."""
 
-import contextlib
-import io
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,26 +16,22 @@ BASELINES = "simclr", "SimCLR"
 def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     """Train what is not done yet of each row, and print and draw what came of it.
     plan: the `train.Options` of a row's runs, one for each seed, as `plan_of` makes them.
-    train(options, images, known, bar) trains one of them, and returns its results."""
-    everything = sum(plan.values(), [])
-    kept = {options.out: runs.finished(options) for options in everything}  # or an error, at once
+    train(options, images, known) trains one of them, and returns its results."""
+    in_order = list(seed_by_seed(plan))
+    for _, options in in_order:
+        runs.finished(options)  # or an error, before anything is trained
+    images = read(options)
     found, known = {name: [] for name in plan}, {}
-    images = read(everything[0])
-    passes = sum(options.passes() for options in everything)
-    with runs.bar_of(passes * len(images.train)) as bar:
-        for name, options in seed_by_seed(plan):
-            bar.set_description(options.out.name)
-            if kept[options.out]:
-                runs.skip(bar, options.passes() * len(images.train))
-            with contextlib.redirect_stdout(io.StringIO()):
-                results = train(options, images, known, bar)  # or those that are there
-            found[name].append(results)
+    for name, options in in_order:
+        print(f"\n{options.out.name}")
+        found[name].append(train(options, images, known))
     if images.classes:
         best_first = sorted(found.items(), key=linear_of_row, reverse=True)
         found = dict(best_first)
-        runs.write(out / "compare.png", draw(found).png())
+        runs.write(out / "compare.png", report.png(draw(found)))
     runs.write_json(out / "compare.json", found)
-    print(f"\n{table_of(found)}\n\n{verdict(found)}\nsaved in {out}/")
+    print(f"\n{table_of(found)}\n\nA difference whose interval includes 0 shows nothing.")
+    print(f"saved in {out}/")
     return found
 
 
@@ -48,19 +42,19 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     alike = {"epochs": max(row.epochs for row in rows)}
     alike["batch_size"] = min(row.batch_size for row in rows)
     alike["lr"] = min(row.lr for row in rows)
-    plan = {}
+    plan = {row.loss: [] for row in rows}
     for row in rows:
-        plan[row.loss] = []
         for seed in range(row.seed, row.seed + seeds):
-            own = alike | {"seed": seed, "out": out / f"{row.loss}-{seed}"}
-            plan[row.loss].append(row.but(**own))
+            folder = out / f"{row.loss}-{seed}"
+            plan[row.loss].append(row.but(**alike, seed=seed, out=folder))
     return plan
 
 
 def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
     """Yield the runs of a plan, (name, options): all rows with the first seed come first."""
-    for options_of_a_seed in zip(*plan.values(), strict=True):
-        yield from zip(plan, options_of_a_seed, strict=True)
+    for seed in range(len(next(iter(plan.values())))):
+        for name, options in plan.items():
+            yield name, options[seed]
 
 
 def linear_of_row(row: tuple) -> float:
@@ -70,15 +64,15 @@ def linear_of_row(row: tuple) -> float:
 
 def table_of(found: dict[str, list]) -> str:
     """Write {name: results of each seed} as a Markdown table.
-    If one row is `simclr`, the last column has each row's difference to it."""
+    Of several seeds, the last column has each row's difference to SimCLR, or else to the first row:
+    the mean over seeds ± half the width of Student's 95 % interval."""
     some = next(iter(found.values()))
     rows = {f"`{name}`": results for name, results in found.items()}
     rows["untrained encoder"] = [run["untrained"] for run in some]
     rows["raw pixels"] = [some[0]["raw"]]
     lines = report.cells(rows)
-    baseline = baseline_of(found)
-    judged = len(some) > 1 and some[0]["linear"] is not None  # None: without classes
-    if judged and baseline in BASELINES:
+    if len(some) > 1 and len(found) > 1 and some[0]["linear"] is not None:
+        baseline = baseline_of(found)
         lines[0].append(f"linear, over `{baseline}`")
         gaps = {name: report.gain(gaps_of(found[name], found[baseline])) for name in found}
         gaps[baseline] = ""
@@ -102,43 +96,15 @@ def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
     return [run[figure] - of_seed[run["seed"]] for run in one if run["seed"] in of_seed]
 
 
-def runs_of(rows: dict[str, list]) -> dict[str, list]:
-    """Make results of {name: the accuracy with each seed from 0 on}, for `verdict`."""
-    found = {}
-    for name, values in rows.items():
-        found[name] = [{"seed": seed, "linear": value} for seed, value in enumerate(values)]
-    return found
-
-
-def verdict(found: dict[str, list]) -> str:
-    """Say which rows differ from the baseline: those whose 95 % interval excludes 0."""
-    some = next(iter(found.values()))
-    n = len(some)
-    if n < 2 or len(found) < 2 or some[0]["linear"] is None:
-        return "No difference can be judged: that takes two losses, two seeds and classes."
-    baseline = baseline_of(found)
-    excluding, including = [], []
-    for name in found:
-        if name != baseline:
-            gaps = gaps_of(found[name], found[baseline])
-            middle, half = report.interval(gaps)
-            said = excluding if abs(middle) > half else including
-            said.append(f"{name} {report.gain(gaps)}")
-    text = f"Differences to {baseline}, paired over {n} seeds, with 95 % intervals. "
-    text += f"Those that exclude 0: {', '.join(excluding) or 'none'}. "
-    return text + f"Those that include 0: {', '.join(including) or 'none'}."
-
-
-def draw(found: dict[str, list]) -> report.Picture:
-    """Draw the linear accuracy of each row, with a point for each seed."""
+def draw(found: dict[str, list]) -> plt.Figure:
+    """Draw the linear accuracy of each row: bars are means, points seeds."""
     figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(found)), layout="constrained")
     for name in reversed(found):
         values = [run["linear"] for run in found[name]]
         axis.barh(name, mean(values), alpha=0.6, color="C0")
         axis.plot(values, [name] * len(values), "k.", ms=5)
-    best, row = next(iter(found.items()))
-    axis.axvline(mean(run["untrained"]["linear"] for run in row), color="k", ls=":")
-    title = f"{best} reaches {report.spread([run['linear'] for run in row])} %"
-    axis.set(xlabel="linear readout, % of test images", title=title)
-    caption = "Bars are means, points seeds, the dotted line the untrained encoder."
-    return report.Picture(title, caption, figure)
+    untrained = next(iter(found.values()))[0]["untrained"]["linear"]
+    axis.axvline(untrained, color="k", ls=":", label="untrained encoder")
+    axis.set(xlabel="linear readout, % of test images")
+    axis.legend()
+    return figure

@@ -1,19 +1,20 @@
 """Images to train on, uint8 (n, 3, H, W): built-in shapes, torchvision's sets, folders."""
 
+import contextlib
 import functools
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from PIL import ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
-from torchvision.datasets.folder import IMG_EXTENSIONS, default_loader
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import functional as T
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ class Images(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Hold images that are not read yet."""
+    """Hold images that are not decoded yet."""
 
     labels: Tensor  # (n,)
     read: Callable[[Tensor], tuple]  # indices → images uint8 (k, 3, H, W), labels (k,)
@@ -60,17 +61,17 @@ def load(
     else:
         train, test, classes = from_folder(Path(data), size)
     chosen = torch.arange(len(train.labels))
-    tested = torch.arange(len(test.labels))
-    if validation or test is train:
-        test, held = train, every_fifth(train.labels, classes)
-        chosen, tested = chosen[~held], chosen[held]
+    if validation or test is None:
+        held = every_fifth(train.labels, classes)
+        test, tested, chosen = train, chosen[held], chosen[~held]
+    else:
+        tested = torch.arange(len(test.labels))
     chosen = chosen[share(train.labels[chosen], fraction, seed)]
     images = Images(*train.read(chosen), *test.read(tested), classes)
-    counts = f"{len(images.train)} readable images to train on and {len(images.test)} to test"
+    n, m = len(images.train), len(images.test)
+    got = f"{data}, with {n} readable images to train on and {m} to test"
     wanted = "one with 2 of each or more; without test/, every fifth of a class is to test"
-    require(
-        min(len(images.train), len(images.test)) >= 2, "--data", f"{data}, with {counts}", wanted
-    )
+    require(min(n, m) >= 2, "--data", got, wanted)
     return images
 
 
@@ -115,12 +116,6 @@ def at_most(images: Images, n: int) -> Images:
     return Images(*train, images.test[others], images.test_labels[others], images.classes)
 
 
-def in_memory(found: tuple) -> Source:
-    """Make a source of images that are read, with their labels."""
-    pixels, labels = found
-    return Source(labels, lambda index: (pixels[index], labels[index]))
-
-
 # ---- The built-in images: an outline is a class ------------------------------------------------
 
 SHAPES = "disc ellipse triangle square star clover peanut heart cross gear".split()
@@ -152,10 +147,17 @@ CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0
 
 
 def built_in(size: int, seed: int) -> tuple:
-    """Draw 8000 shapes to train on and 2000 to test."""
-    train = in_memory(shapes(8000, seed=seed, size=size))
-    test = in_memory(shapes(2000, seed=seed + 10**6, size=size))
-    return train, test, SHAPES
+    """Draw 8000 shapes to train on and 2000 to test → sources, classes."""
+    sources = []
+    for n, own_seed in ((8000, seed), (2000, seed + 10**6)):
+        found = shapes(n, seed=own_seed, size=size)
+        sources.append(Source(found[1], functools.partial(taken, found)))
+    return sources[0], sources[1], SHAPES
+
+
+def taken(found: tuple, index: Tensor) -> tuple:
+    """Take some of images that are in memory, and their labels."""
+    return found[0][index], found[1][index]
 
 
 def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> tuple:
@@ -198,7 +200,7 @@ def draw_shapes(labels, size, generator):
     return (noisy.clamp(0, 1) * 255).to(torch.uint8)
 
 
-# ---- torchvision's sets ------------------------------------------------------------------------
+# ---- torchvision's sets, and folders -------------------------------------------------------------
 
 # name: class in torchvision.datasets, arguments of the training set, arguments of the test set
 TORCHVISION = {
@@ -212,7 +214,7 @@ KNOWN = ["shapes"] + list(TORCHVISION)  # other names stand for folders
 
 
 def from_torchvision(name: str, root: str, size: int | None) -> tuple:
-    """Read one of torchvision's sets from the folder root, or download it."""
+    """Open one of torchvision's sets in the folder root, or download it → sources, classes."""
     kind, of_train, of_test = TORCHVISION[name]
     try:
         train = getattr(datasets, kind)(root, download=True, **of_train)
@@ -221,33 +223,16 @@ def from_torchvision(name: str, root: str, size: int | None) -> tuple:
         message = f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
         message += f"of {kind} there, or name a folder of images"
         raise UserError(message) from error
+    size = size or side_of(train)
     classes = [str(name) for name in getattr(train, "classes", range(10))]
-    return in_memory(_pixels(train, size)), in_memory(_pixels(test, size)), classes
-
-
-def _pixels(dataset, size):
-    """Return the images of one of torchvision's sets, (n, 3, size, size), and their labels."""
-    x = torch.as_tensor(dataset.data)
-    if x.ndim == 3:  # grey → colour
-        x = x[..., None].expand(-1, -1, -1, 3)
-    if x.shape[1] != 3:  # channels last
-        x = x.permute(0, 3, 1, 2)
-    side = size or x.shape[-1]
-    parts = [T.resize(some, [side, side], BICUBIC) for some in x.split(1000)]  # to save memory
-    labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
-    return torch.cat(parts), torch.as_tensor(labels).long()
-
-
-# ---- Folders -----------------------------------------------------------------------------------
+    return source_of(train, size), source_of(test, size), classes
 
 
 class Folder(datasets.ImageFolder):
-    """Read a folder of images: a folder for each class, or images at any depth without classes.
-    An item is an image uint8 (3, size, size), or an error as text, and its label."""
+    """List a folder of images: a folder for each class, or images at any depth without classes."""
 
-    def __init__(self, root: Path, size: int | None):
-        super().__init__(root, loader=self.open, is_valid_file=self.is_image, allow_empty=True)
-        self.size = size or _side_of_first(self.imgs)
+    def __init__(self, root: Path):
+        super().__init__(root, is_valid_file=self.is_image, allow_empty=True)
 
     def find_classes(self, directory):
         names = [path.name for path in Path(directory).iterdir() if path.is_dir()]
@@ -261,60 +246,68 @@ class Folder(datasets.ImageFolder):
         hidden = any(part[0] == "." for part in within.parts)
         return path.lower().endswith(IMG_EXTENSIONS) and not hidden
 
-    def open(self, path):
-        try:
-            picture = ImageOps.exif_transpose(default_loader(path))  # as the camera was held
-            return T.pil_to_tensor(T.center_crop(T.resize(picture, self.size, BICUBIC), self.size))
-        except Exception as error:  # broken files raise exceptions of many types
-            return str(error)
-
-    def read(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Decode files → images uint8 (n, 3, size, size), labels (n,), without broken ones."""
-        workers = os.cpu_count() if len(index) > 5000 else 0
-        # a generator of its own, else the loader would draw from the global one
-        own = {"num_workers": workers, "generator": torch.Generator()}
-        items = DataLoader(Subset(self, index.tolist()), batch_size=None, **own)
-        images = torch.empty(len(index), 3, self.size, self.size, dtype=torch.uint8)
-        labels, broken = [], []
-        bar = tqdm(items, "reading", unit=" files", leave=False, delay=2)
-        for k, (image, label) in zip(index.tolist(), bar, strict=True):
-            if torch.is_tensor(image):
-                images[len(labels)] = image
-                labels.append(label)
-            else:
-                broken.append(f"{self.imgs[k][0]} ({image})")
-        if broken:
-            some = ", ".join(broken[:5])
-            message = f"{len(broken)} of {len(index)} files cannot be read, such as {some}"
-            warnings.warn(message, stacklevel=1)
-        return images[: len(labels)], torch.tensor(labels, dtype=torch.long)
-
-
-def _side_of_first(samples):
-    """Return the shorter side of the first readable image, even and at most 96; or 32."""
-    for path, _ in samples:
-        try:
-            shorter = min(default_loader(path).size)
-        except Exception:  # broken files raise exceptions of many types
-            continue
-        return min(96, shorter // 2 * 2)
-    return 32
-
 
 def from_folder(folder: Path, size: int | None) -> tuple:
     """Find the images of a folder, or of train/ and test/ (or val/) in it → sources, classes.
-    Without test/, the training set is the test set as well."""
-    places = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
+    Without test/, the source of test images is None."""
+    places = []
     if (folder / "train").is_dir():
-        train = Folder(folder / "train", size)
-    else:
-        train, places = Folder(folder, size), []
+        places = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
+        folder = folder / "train"
+    train = Folder(folder)
+    size = size or side_of(train)
     for name, k in train.class_to_idx.items():
         require(k in train.targets or k < 0, "--data", folder / name, "a folder with images in it")
-    found = source = Source(torch.tensor(train.targets, dtype=torch.long), train.read)
-    if places:
-        test = Folder(places[0], train.size)
-        wanted = f"a folder of train/'s classes, {train.classes}, not {test.classes}"
-        require(test.classes == train.classes, "--data", places[0], wanted)
-        found = Source(torch.tensor(test.targets, dtype=torch.long), test.read)
-    return source, found, train.classes
+    if not places:
+        return source_of(train, size), None, train.classes
+    test = Folder(places[0])
+    wanted = f"a folder of train/'s classes, {train.classes}, not {test.classes}"
+    require(test.classes == train.classes, "--data", places[0], wanted)
+    return source_of(train, size), source_of(test, size), train.classes
+
+
+def side_of(dataset) -> int:
+    """Return the shorter side of the first readable image, even and at most 96; or 32."""
+    for k in range(len(dataset)):
+        with contextlib.suppress(Exception):  # broken files raise exceptions of many types
+            picture, _ = dataset[k]
+            return min(96, min(picture.size) // 2 * 2)
+    return 32
+
+
+def source_of(dataset, size: int) -> Source:
+    """Make a source of one of torchvision's datasets, whose images become squares."""
+    labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
+    labels = torch.as_tensor(labels, dtype=torch.long)
+    return Source(labels, functools.partial(decode, dataset, size))
+
+
+def decode(dataset, size: int, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Decode some images of a dataset → uint8 (n, 3, size, size), labels (n,).
+    Broken ones are left out, and named."""
+
+    def item(k):
+        try:
+            picture, label = dataset[k]
+            picture = ImageOps.exif_transpose(picture).convert("RGB")  # as the camera was held
+            picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
+            return T.pil_to_tensor(picture), label
+        except Exception as error:  # broken files raise exceptions of many types
+            return None, f"{dataset.imgs[k][0]} ({error})"
+
+    images = torch.empty(len(index), 3, size, size, dtype=torch.uint8)
+    labels, broken = [], []
+    with ThreadPool(os.cpu_count()) as pool:  # decoding leaves Python's lock
+        items = pool.imap(item, index.tolist(), chunksize=32)
+        bar = tqdm(items, "reading", len(index), unit=" images", leave=False, delay=2)
+        for image, label in bar:
+            if image is None:
+                broken.append(label)
+            else:
+                images[len(labels)] = image
+                labels.append(label)
+    if broken:
+        some = ", ".join(broken[:5])
+        message = f"{len(broken)} of {len(index)} files cannot be read, such as {some}"
+        warnings.warn(message, stacklevel=1)
+    return images[: len(labels)], torch.tensor(labels, dtype=torch.long)

@@ -9,7 +9,6 @@ import string
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
 
 import torch
 from matplotlib import pyplot as plt
@@ -20,12 +19,8 @@ import hardneg
 from training import readouts, runs, words_of
 from training.images import Images, at_most, share
 
-COLUMNS = {
-    "linear": "linear %",
-    "knn": "kNN %",
-    "uniformity": "uniformity",
-    "tolerance": "tolerance",
-}
+COLUMNS = {"linear": "linear %", "knn": "kNN %"}
+COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped share".split()
 FIGURES += "d_loss g_loss diversity".split()
@@ -38,33 +33,29 @@ READOUT = 100_000  # the most training images of a readout: their features must 
 def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -> dict:
     """Measure an encoder, or for None the pixels, averaged to 32 × 32.
     Accuracies are in percent. What needs classes is None where there are none."""
-    some = _readable(images)
-    train_labels, test_labels = images.train_labels[some], images.test_labels
+    least = 0 if images.classes else -1
+    some = (images.train_labels >= least).nonzero()[:, 0]
+    fraction = min(1, READOUT / max(1, len(some)))
+    some = some[share(images.train_labels[some].cpu(), fraction, 0)]
     train, _ = _features(encoder, images.train[some])
     test, z = _features(encoder, images.test)
     found = dict.fromkeys(figures)
     if "uniformity" in found:
         found["uniformity"] = hardneg.uniformity(z)
-    if "tolerance" in found and images.classes:
-        found["tolerance"] = readouts.tolerance(z, test_labels)
-    if "linear" in found and images.classes:
-        found["linear"] = readouts.linear_readout(train, train_labels, test, test_labels)
-    if "knn" in found and images.classes:
-        found["knn"] = readouts.knn_accuracy(train, train_labels, test, test_labels)
+    if images.classes:
+        sets = train, images.train_labels[some], test, images.test_labels
+        if "tolerance" in found:
+            found["tolerance"] = readouts.tolerance(z, images.test_labels)
+        if "linear" in found:
+            found["linear"] = readouts.linear_readout(*sets)
+        if "knn" in found:
+            found["knn"] = readouts.knn_accuracy(*sets)
     for name, value in found.items():
         if value is not None:
             value = round(float(value), 4)
             # no two test images have one class: JSON knows no NaN
             found[name] = None if math.isnan(value) else value
     return found
-
-
-def _readable(images):
-    """Choose the training images of a readout: those with a label, and at most READOUT of them."""
-    least = 0 if images.classes else -1
-    labelled = (images.train_labels >= least).nonzero()[:, 0].cpu()
-    fraction = min(1, READOUT / max(1, len(labelled)))
-    return labelled[share(images.train_labels[labelled].cpu(), fraction, 0)]
 
 
 def _features(encoder, images):
@@ -88,19 +79,6 @@ def measure(encoder, images: Images, name: str, seed: int, known: dict | None = 
         known[start] = evaluate(runs.untrained(name, images, seed), images)
     trained = evaluate(encoder, images)
     return trained | {"untrained": known[start], "raw": known["raw"]}
-
-
-def describe(options, training: hardneg.Training) -> None:
-    """Print the loss with its options, and its schedules."""
-    used = options.of_the_run()
-    if training.method.criterion.options["tau_plus"] is None:
-        used["tau_plus"] = "1/(N + 1)"
-    words = [f"{name} {used[name]}" for name in hardneg.DEFAULTS if name in used]
-    print(", ".join(words))
-    end = 1 - 1 / (training.epochs * training.steps_per_epoch)  # the progress at the last step
-    for name, schedule in training.schedules.items():
-        first, half, last = (schedule(progress) for progress in (0.0, 0.5, end))
-        print(f"{name} goes from {first:g} to {half:g} by halftime, and ends at {last:g}")
 
 
 def keep_figures(seen: list[dict]) -> None:
@@ -172,7 +150,7 @@ def markdown(lines: list[list[str]]) -> str:
     """Write lines of cells as a Markdown table; the first line is its heading."""
     heading, *body = lines
     rule = ["---"] * len(heading)
-    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *body))
+    return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule] + body)
 
 
 def rows_of(results: dict) -> dict[str, list]:
@@ -192,7 +170,7 @@ def print_table(results: dict) -> None:
         print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
 
 
-# ---- The page: pictures, each with a title and a caption ----------------------------------------
+# ---- The page: pictures, each with a title, a caption, a figure ---------------------------------
 
 plt.switch_backend("Agg")  # needs no screen
 plt.style.use("tableau-colorblind10")
@@ -207,24 +185,8 @@ pre { white-space: pre-wrap; background: #eee }
 <p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200
 nearest (kNN). Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean
 cosine within a class.</p>
-$pictures<h2>The command that repeats this run</h2><pre>$command</pre>
-<h2>Options</h2><div><table>$options</table></div></html>
+$pictures<h2>The command that repeats this run</h2><pre>$command</pre></html>
 """)
-
-
-class Picture(NamedTuple):
-    """Hold a picture: what is seen, and how to read it."""
-
-    title: str
-    caption: str
-    figure: plt.Figure
-
-    def png(self) -> bytes:
-        """Draw it as a PNG file."""
-        content = io.BytesIO()
-        self.figure.savefig(content, format="png", dpi=120)
-        plt.close(self.figure)
-        return content.getvalue()
 
 
 def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
@@ -237,92 +199,91 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     if len(test) > 5:  # t-SNE of half of them needs three
         pictures.append(draw_map(z["trained"][::2], labels[::2], some.classes))
     parts = []
-    for picture in pictures:
-        data = base64.b64encode(picture.png()).decode()
-        title, caption = html.escape(picture.title), html.escape(picture.caption)
-        parts.append(f"<h2>{title}</h2><p>{caption}</p>")
+    for title, caption, figure in pictures:
+        title, data = html.escape(title), base64.b64encode(png(figure)).decode()
+        parts.append(f"<h2>{title}</h2><p>{html.escape(caption)}</p>")
         parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}">\n')
+    table = []
+    for line in cells(rows_of(results)):
+        table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
+    summary = f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s, "
     # of all options, so that it repeats the run whatever the defaults become
     again = shlex.join(["python", "train.py"] + words_of(results["options"]))
-    summary = f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s, "
-    summary += f"seed {results['seed']}"
     page = PAGE.substitute(
         title=html.escape(f"{results['loss']} on {Path(results['data']).name}"),
-        summary=html.escape(summary),
-        table=_html_table(cells(rows_of(results))),
+        summary=summary + f"seed {results['seed']}",
+        table="".join(table),
         pictures="".join(parts),
         command=html.escape(again),
-        options=_html_table(results["options"].items()),
     )
     runs.write(options.out / runs.PAGE, page.encode())
     print(f"pictures and options in {options.out / runs.PAGE}")
 
 
-def _html_table(lines):
-    """Write lines of cells as the rows of a table in a page."""
-    rows = []
-    for line in lines:
-        rows.append("<tr>" + "".join(f"<td>{html.escape(str(cell))}" for cell in line))
-    return "".join(rows)
+def png(figure: plt.Figure) -> bytes:
+    """Draw a figure as a PNG file."""
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    plt.close(figure)
+    return content.getvalue()
 
 
 PANEL_OF = {"loss": "losses", "d_loss": "losses", "g_loss": "losses", "knn": "kNN %"}
 PANEL_OF["candidates"] = "candidates"
 
 
-def draw_curves(history: list[dict]) -> Picture:
+def draw_curves(history: list[dict]) -> tuple:
     """Draw the figures of each epoch; up to epoch 0, the networks of a game train alone."""
-    curves = {}  # panel: {figure: points}
+    curves = {}  # panel: {figure: ([epochs], [values])}
     for epoch in history:
         for name, value in epoch.items():
             if name != "epoch":
                 panel = curves.setdefault(PANEL_OF.get(name, "cosines and shares"), {})
-                panel.setdefault(name, []).append((epoch["epoch"], value))
-    figure, axes = plt.subplots(
-        1, len(curves), figsize=(8, 3.6), squeeze=False, layout="constrained"
-    )
-    for axis, (title, lines) in zip(axes[0], sorted(curves.items(), reverse=True), strict=True):
-        for name, points in lines.items():
-            epochs, values = zip(*points, strict=True)
+                epochs, values = panel.setdefault(name, ([], []))
+                epochs.append(epoch["epoch"])
+                values.append(value)
+    figure = plt.figure(figsize=(8, 3.6), layout="constrained")
+    for k, (title, lines) in enumerate(sorted(curves.items(), reverse=True)):
+        axis = figure.add_subplot(1, len(curves), k + 1)
+        for name, (epochs, values) in lines.items():
             axis.plot(epochs, values, ".-", label=name, linewidth=1)
         axis.set(title=title, xlabel="epoch")
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-    losses = [value for _, value in curves["losses"]["loss"]]
+    _, losses = curves["losses"]["loss"]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
     caption = "Cosines of views of one image (positive) and of others (negative) part during "
     caption += "training. spread: standard deviation of the cosines of an anchor's negatives; ess: "
     caption += "effective share of negatives; candidates: how many negatives an anchor has; "
     caption += "clamped: share of anchors at the floor of debiasing."
-    return Picture(title, caption, figure)
+    return title, caption, figure
 
 
 def draw_nearest(
     options, embeddings: dict[str, Tensor], labels: Tensor, test: Tensor, columns: int = 7
-) -> Picture:
+) -> tuple:
     """Draw images with their nearest others and their weights, before and after training.
     Ref: [2] Fig. 2, 3"""
     chosen = [int((labels == c).nonzero()[0, 0]) for c in labels.unique()[:4]]
     if len(chosen) == 1:  # no classes
         chosen = range(min(4, len(labels)))
-    shape, size = (2 * len(chosen), columns + 1), (6, 2 * len(chosen))
-    figure, axes = plt.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat:
-        axis.axis("off")  # where images are few, the last panels of a row stay empty
+    columns = min(columns, len(labels) - 1)
+    figure = plt.figure(figsize=(6, 2 * len(chosen)), layout="constrained")
+    axes = figure.subplots(2 * len(chosen), columns + 1, squeeze=False)
     for turn, (name, z) in enumerate(embeddings.items()):
         cosines = (z @ z.T).fill_diagonal_(-math.inf)
         weights = weights_of(z, options)
         for row, anchor in enumerate(chosen):
             line = axes[2 * row + turn]
             _show(line[0], test[anchor], name)
-            nearest = cosines[anchor].topk(min(columns, len(z) - 1)).indices.tolist()
-            for axis, k in zip(line[1:], nearest, strict=False):
+            nearest = cosines[anchor].topk(columns).indices.tolist()
+            for axis, k in zip(line[1:], nearest, strict=True):
                 is_false = bool(labels[k] == labels[anchor] >= 0)
                 _show(axis, test[k], f"{weights[anchor, k]:.2g}", "C1" if is_false else "k")
     caption = "Left, an image; beside it its nearest others, the hardest negatives, with their "
     caption += "weights."
     if labels.max() >= 0:
         caption += " Orange: of the image's class, so a false negative."
-    return Picture("The hardest negatives, before and after training", caption, figure)
+    return "The hardest negatives, before and after training", caption, figure
 
 
 def weights_of(z: Tensor, options) -> Tensor:
@@ -342,9 +303,10 @@ def weights_of(z: Tensor, options) -> Tensor:
 def _show(axis, image, title, color="k"):
     axis.imshow(image.permute(1, 2, 0).cpu().numpy())
     axis.set_title(title, fontsize=8, color=color)
+    axis.axis("off")
 
 
-def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> Picture:
+def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> tuple:
     """Draw embeddings (n, D) in the plane so that neighbours stay neighbours."""
     count = min(neighbours, len(z) - 1)
     nearest = (z @ z.T).fill_diagonal_(-math.inf).topk(count).indices  # (n, count)
@@ -355,17 +317,15 @@ def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> 
         some = x[(labels == label).cpu()]
         axis.scatter(some[:, 0], some[:, 1], s=6, label=name)
     axis.axis("off")
-    title = f"A map of {len(x)} test images"
-    caption = "Each point is an image, near those that the encoder finds alike."
-    if classes:
-        axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
-        share_alike = (labels[nearest] == labels[:, None]).float().mean()
-        shares = labels.bincount() / len(labels)
-        title = f"{100 * share_alike:.0f} % of an image's {count} nearest are of its class"
-        caption += f" Colours are classes; by chance, {100 * shares.square().sum():.0f} % of the "
-        caption += "nearest would be of an image's class. An island may hold several classes: the "
-        caption += "encoder has grouped those images by something else, such as their colours."
-    return Picture(title, caption, figure)
+    caption = "Each point is an image, near those that the encoder finds alike. An island may hold "
+    caption += "several classes: of images that are alike in something else, such as colours."
+    if not classes:
+        return f"A map of {len(x)} test images", caption, figure
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
+    share_alike = (labels[nearest] == labels[:, None]).float().mean()
+    by_chance = (labels.bincount() / len(labels)).square().sum()
+    title = f"{100 * share_alike:.0f} % of an image's {count} nearest are of its class; by chance, "
+    return f"{title}{100 * by_chance:.0f} %", caption, figure
 
 
 def plane(z: Tensor, nearest: Tensor, steps: int = 300) -> Tensor:

@@ -4,15 +4,13 @@ import contextlib
 import io
 import json
 import os
-import zlib
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 import hardneg
 from training import UserError, flag_of, require
-from training.images import KNOWN, Images
+from training.images import Images
 
 try:
     import fcntl
@@ -24,14 +22,7 @@ CHECKPOINT, RESULTS, PAGE = "checkpoint.pt", "results.json", "report.html"
 
 def folder_of(options, last: str) -> Path:
     """Name the output folder of a run of `train.Options`."""
-    path, method = Path(options.data).resolve(), options.method
-    data = path.name
-    if options.data not in KNOWN:  # folders of one name have different places
-        data += f"-{zlib.crc32(bytes(path)) % 10**4:04}"
-    for name, value in (("pairs", False), ("ascent", False), ("validation", True)):
-        if getattr(options, name) is value:
-            method += flag_of(name, value)[1:]
-    return Path("runs", f"{data}-{method}-{last}")
+    return Path("runs", f"{Path(options.data).resolve().name}-{options.method}-{last}")
 
 
 def write(path: Path, content: bytes) -> None:
@@ -43,9 +34,9 @@ def write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
-    except OSError as error:
+    except OSError:
         part.unlink(missing_ok=True)
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
+        raise
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -61,28 +52,15 @@ def save_checkpoint(folder: Path, state: dict) -> None:
 
 
 def read_checkpoint(folder: Path, device: str) -> dict:
-    """Read the checkpoint of a run; UserError if it is missing, broken or of another program."""
-    path = folder / CHECKPOINT
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-        missing = [name for name in ("args", "training", "size", "seen") if name not in state]
-    except Exception as error:  # broken files raise exceptions of many types
-        reason = " ".join(str(error).split())[:100]
-        raise UserError(f"{path} cannot be read ({reason}); --overwrite replaces it") from error
-    got = f"without {', '.join(missing)}"
-    require(not missing, str(path), got, "a checkpoint of this program; --overwrite replaces it")
-    return state
+    """Read the checkpoint of a run."""
+    return torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
 
 
 @contextlib.contextmanager
 def alone(folder: Path):
     """Keep other runs out of a folder; the lock goes with the process, however it ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")
-    except OSError as error:
-        raise UserError(f"--out is {folder}, which cannot be used: {error.strerror}") from error
-    with lock:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w") as lock:
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,12 +78,8 @@ def finished(options) -> dict | None:
     path = options.out / RESULTS
     if options.overwrite or not path.exists():
         return None
-    try:
-        results = json.loads(path.read_text())
-        was = results["options"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); --overwrite replaces it") from error
-    require_same(options.out, was, options.of_the_run())
+    results = json.loads(path.read_text())
+    require_same(options.out, results["options"], options.of_the_run())
     return results
 
 
@@ -135,29 +109,8 @@ def restore(training: hardneg.Training, options) -> dict:
     return state
 
 
-def bar_of(total: int, bar: tqdm | None = None) -> contextlib.AbstractContextManager:
-    """Open a progress bar of images; one that is given stays open."""
-    if bar is not None:
-        return contextlib.nullcontext(bar)
-    return tqdm(total=total, unit=" images", mininterval=1)
-
-
-def skip(bar: tqdm, n: int) -> None:
-    """Move a bar past work that was done before; the speed that it shows leaves this out."""
-    bar.initial += n
-    bar.update(n)
-    bar.unpause()
-
-
 def untrained(name: str, images: Images, seed: int) -> hardneg.Encoder:
     """Make the encoder that a run with this seed begins with."""
     torch.manual_seed(seed)
     encoder = hardneg.Encoder(name, size=images.train.shape[-1])
     return encoder.to(images.train.device, memory_format=torch.channels_last)
-
-
-def encoder_of(state: dict, device: str = "cpu") -> hardneg.Encoder:
-    """Make the encoder of a checkpoint, as it was trained."""
-    encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
-    encoder.load_state_dict(state["training"]["encoder"])
-    return encoder.to(device, memory_format=torch.channels_last)

@@ -1,7 +1,6 @@
 """Tests of training/baselines.py: what hardneg's own methods do, these do, too."""
 
 import copy
-import itertools
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,15 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 import hardneg
 from hardneg import contrastive_loss
 from test_hardneg import (
     DEVICE,
     IMAGES,
-    LABELS,
-    PRESETS,
     Operations,
     Plain,
     all_close,
@@ -28,13 +24,13 @@ from test_hardneg import (
     embeddings,
     equal_states,
     finite,
-    moved,
     numpy,
     random_images,
     same,
     seeded,
+    stays_on_the_device,
+    takes_steps,
     tensors_of,
-    weights_of,
     with_slope,
 )
 from training import baselines
@@ -46,9 +42,8 @@ METHODS = ["queue", "clae"]
 def make(name, criterion, encoder, images, **options):
     """Make a method by its name."""
     if name == "queue":
-        return baselines.Queue(criterion, encoder, images, **{"size": 100} | options)
-    if name == "true":
-        return baselines.TruePositives(criterion, **{"partners": images} | options)
+        size = options.pop("queue_size", min(100, len(images) - 1))
+        return baselines.Queue(criterion, encoder, images, size, **options)
     return baselines.CLAE(criterion, **options)
 
 
@@ -72,33 +67,6 @@ def start_queue(size):
 def plain_views(monkeypatch):
     """Let a view be the image itself."""
     monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
-
-
-class TestTruePositives:
-    """`TruePositives` contrasts with another image of the class."""
-
-    def test_partners_are_others_of_the_class(self, monkeypatch):
-        view = Mock(wraps=lambda images, *_, **__: images / 255)
-        monkeypatch.setattr(hardneg, "view", view)
-        labels = LABELS[:60].clone()
-        labels[:3] = torch.tensor([-1, -1, 9])  # no label, or alone in its class: itself
-        places = torch.arange(60).to(torch.uint8)[:, None, None, None].expand(-1, 3, 16, 16)
-        own = {"partners": places, "labels": labels}
-        list(begin(places, "true", method_options=own, batch_size=30, epochs=20))
-        seen = [call.args[0][:, 0, 0, 0].long() for call in view.call_args_list]
-        for first, second in zip(seen[::2], seen[1::2], strict=True):
-            assert torch.equal(labels[first], labels[second])
-            assert torch.equal(first == second, first < 3)
-        assert len(torch.cat(seen[1::2]).unique()) == 60
-
-    @pytest.mark.parametrize("place", ["cpu", "cuda"])
-    def test_partners_may_lie_on_the_cpu(self, place):
-        with FakeTensorMode():
-            partners = torch.zeros(9, 3, 8, 8, dtype=torch.uint8, device=place)
-            labels = torch.zeros(9, dtype=torch.long, device=place)
-            method = baselines.TruePositives(hardneg.ContrastiveLoss(), partners, labels)
-            others = method.others_of_class(torch.arange(4, device="cuda"), None)
-        assert others.device.type == "cuda" and others.shape == (4, 3, 8, 8)
 
 
 class TestQueue:
@@ -144,7 +112,7 @@ class TestQueue:
 
     def test_has_no_own_row_as_candidate(self, plain_views):
         """The loss is that of rows for each anchor, from which its own one is left out."""
-        training = begin(IMAGES[:30], "queue", method_options={"size": 7})
+        training = begin(IMAGES[:30], "queue", method_options={"queue_size": 7})
         method, encoder, own = training.method, training.encoder.eval(), torch.arange(8)
         loss, _ = method.step(encoder, IMAGES[own], own, torch.Generator())
         z = hardneg.embed(encoder, IMAGES[own])[1]
@@ -194,26 +162,12 @@ class TestBoth:
     """Both are methods of `hardneg.Training`."""
 
     @pytest.mark.parametrize("name", METHODS)
-    @pytest.mark.parametrize("loss", PRESETS)
-    def test_every_loss_takes_a_step(self, loss, name):
-        training = begin(IMAGES[:80], name, loss, batch_size=40)
-        before = weights_of(training.encoder)
-        losses = [figures.get("loss") for figures in itertools.islice(training, 4)]
-        assert finite(losses[-1], *training.encoder.parameters())
-        assert moved(training.encoder, before)
+    def test_every_loss_takes_a_step(self, name):
+        takes_steps(begin, name)
 
     @pytest.mark.parametrize("name", METHODS)
     def test_everything_is_on_the_device_of_the_images(self, name):
-        images = IMAGES[:40].to(DEVICE)
-        training = begin(images, name)
-        method, encoder = training.method.to(DEVICE), training.encoder.to(DEVICE)
-        arguments = encoder, images, torch.arange(40, device=DEVICE), torch.Generator(DEVICE)
-        for device in (DEVICE, "meta"):  # a tensor on meta would raise
-            with torch.device(device):
-                loss, figures = method.step(*arguments, return_stats=True)
-                loss.backward()
-                method.after_step()
-        assert {x.device.type for x in (loss, *figures.values())} == {DEVICE}
+        stays_on_the_device(begin(IMAGES[:40].to(DEVICE), name))
 
     @pytest.mark.parametrize("name", METHODS)
     def test_resumes_to_the_same_bits(self, name, tmp_path):
@@ -263,7 +217,7 @@ class TestBoth:
                 reads += [operations.reads()]
         assert len(reads) > 10 and not any(reads)
 
-    INVALID = [("queue", "momentum", -0.1), ("queue", "momentum", 1.0), ("queue", "size", 0)]
+    INVALID = [("queue", "momentum", -0.1), ("queue", "momentum", 1.0), ("queue", "queue_size", 0)]
     INVALID += [("clae", "bound", 0.0), ("clae", "bound", 1.0)]
 
     @pytest.mark.parametrize("of, name, value", INVALID)

@@ -4,7 +4,6 @@
 """
 
 import ast
-import io
 import itertools
 import json
 import math
@@ -39,8 +38,8 @@ README, MORE = ((HERE / folder / "README.md").read_text() for folder in (".", "b
 ALONE = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}  # no threads that wait
 FIGURES = "linear knn uniformity tolerance untrained raw".split()  # the numbers of results.json
 # 80 images, two steps in an epoch
-SMALL = {"epochs": 2, "fraction": 0.1, "batch_size": 40, "report": False}
-SMALL_WORDS = "--epochs 2 --fraction 0.1 --batch-size 40 --no-report".split()
+SMALL = {"epochs": 2, "fraction": 0.1, "batch_size": 40, "size": 8, "report": False}
+SMALL_WORDS = words_of(SMALL)
 METHODS = {
     "simclr": {"loss": "hcl", "anneal": True},
     "bank": {"loss": "hard-simple", "alpha": 0.1},
@@ -200,34 +199,33 @@ class TestLoad:
 
 
 class TestTorchvision:
-    """torchvision's sets: stand-ins hold data as its classes do: channels last, first, or none."""
+    """torchvision's sets: stand-ins are read as its classes are, item by item."""
 
     @pytest.mark.parametrize(
-        "kind, part, layout, target",
+        "kind, part, mode, target",
         [
-            ("CIFAR10", "train", "bhwc", "targets"),
-            ("STL10", "split", "bchw", "labels"),
-            ("SVHN", "split", "bchw", "labels"),
-            ("FashionMNIST", "train", "bhw", "targets"),
+            ("CIFAR10", "train", "RGB", "targets"),
+            ("STL10", "split", "RGB", "labels"),
+            ("FashionMNIST", "train", "L", "targets"),
         ],
     )
-    def test_formats(self, monkeypatch, kind, part, layout, target):
-        channels = 1 if layout == "bhw" else 3
-        pixels = np.random.default_rng(1).integers(0, 256, (7, channels, 28, 28), np.uint8)
-        x = torch.tensor(pixels).expand(7, 3, 28, 28)
-        data = {"bhwc": x.permute(0, 2, 3, 1), "bchw": x, "bhw": x[:, 0]}[layout].numpy()
+    def test_formats(self, monkeypatch, kind, part, mode, target):
+        pixels = np.random.default_rng(1).integers(0, 256, (7, 28, 28, 3), np.uint8)
+        pictures = [Image.fromarray(x).convert(mode) for x in pixels]
         labels, name = [0, 1, -1, 1, 0, 1, 0], kind.lower().replace("nm", "n-m")
 
-        def stand_in(root, download, **which):
-            is_train = which[part] in (True, "train", "train+unlabeled")
-            some = slice(0, 5) if is_train else slice(5, 7)
-            return SimpleNamespace(data=data[some], **{target: labels[some]})
+        class StandIn(list):
+            def __init__(self, root, download, **which):
+                is_train = which[part] in (True, "train", "train+unlabeled")
+                some = slice(0, 5) if is_train else slice(5, 7)
+                super().__init__(zip(pictures[some], labels[some], strict=True))
+                setattr(self, target, labels[some])
 
-        monkeypatch.setattr(datasets, kind, stand_in)
-        bicubic = transforms.InterpolationMode.BICUBIC
-        resized = transforms.resize(x, [64, 64], bicubic, antialias=True)
-        for size, wanted in ((None, x), (28, x), (64, resized)):
+        monkeypatch.setattr(datasets, kind, StandIn)
+        for size in (None, 28, 64):
             found = images.load(name, size=size)
+            larger = [x.convert("RGB").resize((size or 28,) * 2, Image.BICUBIC) for x in pictures]
+            wanted = torch.stack([transforms.pil_to_tensor(x) for x in larger])
             assert len(found.train) == 5
             assert torch.equal(torch.cat([found.train, found.test]), wanted)
             assert torch.cat([found.train_labels, found.test_labels]).tolist() == labels
@@ -378,10 +376,9 @@ class TestReport:
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
         z = hardneg.unit(torch.eye(6)[labels] + 0.1 * noise)
-        picture = report.draw_map(z, labels, ["a", "b", "c"], 5)
-        assert picture.title.startswith("100 % of an image's 5 nearest are of its class")
-        assert "by chance, 33 %" in picture.caption
-        points = picture.figure.axes[0].collections[1:]
+        title, _, figure = report.draw_map(z, labels, ["a", "b", "c"], 5)
+        assert title == "100 % of an image's 5 nearest are of its class; by chance, 33 %"
+        points = figure.axes[0].collections[1:]
         a, b, c = (x.get_offsets().data for x in points)
         for one, other in ((a, b), (b, c), (c, a)):
             apart = np.linalg.norm(one.mean(0) - other.mean(0))
@@ -396,7 +393,7 @@ class TestReport:
         train.run(options)
         page = (tmp_path / "report.html").read_text()
         assert 'src="http' not in page and page.count("data:image/png;base64,") == 3
-        for text in ("hard on shapes", "trained encoder", "alpha<td>0.3", "false negative"):
+        for text in ("hard on shapes", "trained encoder", "--alpha 0.3", "false negative"):
             assert text in page
         words = re.search("<pre>python train.py (.*)</pre>", page)[1].split()
         again = train.Options(**train.parse(words))
@@ -409,8 +406,7 @@ class TestReport:
 def row(*values):
     """Make results of a row with these linear accuracies."""
     start = {"untrained": {"linear": 5.0}, "raw": {"linear": 5.0}}
-    (runs_of_row,) = compare.runs_of({"": values}).values()
-    return [run | start for run in runs_of_row]
+    return [{"seed": seed, "linear": value} | start for seed, value in enumerate(values)]
 
 
 class TestCompare:
@@ -422,7 +418,7 @@ class TestCompare:
         together = ["--compare", "simclr", "hcl", "--seeds", "2", *words, f"{tmp_path / 'all'}"]
         train.main(together)
         table, files = capsys.readouterr().out, sorted((tmp_path / "all").glob("*-?/results.json"))
-        assert "| `hcl` |" in table and "95 % intervals" in table
+        assert "| `hcl` |" in table and "linear, over `simclr`" in table
         assert (tmp_path / "all" / "compare.png").stat().st_size > 10000
         assert [path.parent.name for path in files] == ["hcl-0", "hcl-1", "simclr-0", "simclr-1"]
         train.main(["--loss", "hcl", "--seed", "1", *words, f"{tmp_path / 'one'}"])
@@ -463,18 +459,16 @@ class TestCompare:
         assert report.gain(gaps) == "+2.2 ± 0.7"
         assert report.interval([2.0]) == (2.0, np.inf) and report.gain([2.0]) == "+2.0"
 
-    def test_verdict(self):
-        found = {"b": row(12.0, 22.0, 32.5), "c": row(9.0, 23.0, 30.5), "a": row(10.0, 20.0, 30.0)}
-        said = compare.verdict(found)
-        assert "exclude 0: a -2.2 ± 0.7. Those that include 0: c -1.3 ± 5.2" in said
-        with_baseline = {"b": found["b"], "c": found["c"], "simclr": found["a"]}
-        said = compare.verdict(with_baseline)
-        assert "to simclr, paired over 3" in said
-        assert "exclude 0: b +2.2 ± 0.7. Those that include 0: c +0.8" in said
+    def test_differences_are_to_simclr_or_to_the_first_row(self):
+        found = {"b": row(12.0, 22.0, 32.5), "a": row(10.0, 20.0, 30.0)}
+        header, _, *lines = compare.table_of(found).splitlines()
+        assert "over `b`" in header and lines[1].endswith("| -2.2 ± 0.7 |")
+        with_baseline = {"b": found["b"], "simclr": found["a"]}
         header, _, *lines = compare.table_of(with_baseline).splitlines()
-        assert "over `simclr`" in header and "+2.2 ± 0.7 |" in lines[0]
-        assert all(line.endswith("|  |") for line in lines[2:])
-        assert compare.verdict({"a": row(10.0)}).startswith("No difference")
+        assert "over `simclr`" in header and lines[0].endswith("| +2.2 ± 0.7 |")
+        assert all(line.endswith("|  |") for line in lines[1:])
+        for alone in ({"a": row(1.0, 2.0)}, {"a": row(1.0), "b": row(2.0)}):
+            assert "over" not in compare.table_of(alone)
 
 
 # ---- runs.py
@@ -580,18 +574,6 @@ class TestRuns:
         assert finish(tmp_path)[0] == numbers
         assert "resumed after epoch 2 of 2" in capsys.readouterr().out
 
-    def test_broken_checkpoints_are_named_and_kept(self, tmp_path, small_shapes):
-        numbers, _ = finish(tmp_path)
-        (tmp_path / "results.json").unlink()
-        path, foreign = tmp_path / "checkpoint.pt", io.BytesIO()
-        torch.save({"weights": torch.ones(3)}, foreign)
-        for broken in (b"", path.read_bytes()[:-1000], b"PK" + bytes(99), foreign.getvalue()):
-            path.write_bytes(broken)
-            with pytest.raises(UserError, match=f"{path}.*--overwrite replaces it"):
-                finish(tmp_path)
-            assert path.read_bytes() == broken
-        assert finish(tmp_path, overwrite=True)[0] == numbers
-
     def test_a_full_disk_leaves_no_half_file(self, tmp_path, small_shapes, monkeypatch, capsys):
         sync, written = os.fsync, []
 
@@ -602,8 +584,8 @@ class TestRuns:
             sync(handle)
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(UserError, match="checkpoint.pt cannot be written: No space left"):
-            finish(tmp_path)
+        said = quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
+        assert said == "2 train.py: error: [Errno 28] No space left on device\n"
         assert set(times_of(tmp_path)) == {"checkpoint.pt"}
         monkeypatch.setattr(os, "fsync", sync)
         finish(tmp_path)
@@ -613,24 +595,18 @@ class TestRuns:
         runs.write(tmp_path / "x", b"old")
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", lambda *_: open("no-such-file"))
-            with pytest.raises(UserError, match="x cannot be written"):
+            with pytest.raises(OSError):
                 runs.write(tmp_path / "x", b"new")
         assert times_of(tmp_path).keys() == {"x"} and (tmp_path / "x").read_bytes() == b"old"
         runs.write(tmp_path / "x", b"new")
         assert (tmp_path / "x").read_bytes() == b"new"
-
-    @pytest.mark.parametrize("content", ["", "{}", "[]", '{"options": 1'])
-    def test_broken_results_are_named(self, content, tmp_path, small_shapes):
-        (tmp_path / "results.json").write_text(content)
-        with pytest.raises(UserError, match="results.json cannot be read.*--overwrite"):
-            finish(tmp_path)
 
     def test_what_makes_a_run_can_be_stored(self, tmp_path):
         """As JSON, and as what torch loads without trusting it; a folder has one spelling."""
         options = train.Options(data=f"{tmp_path}/../{tmp_path.name}", method="diffhard")
         made = options.of_the_run()
         assert made == train.Options(data=f"{tmp_path}", method="diffhard").of_the_run()
-        runs.save_checkpoint(tmp_path, {"args": made, "training": 0, "size": 0, "seen": 0})
+        runs.save_checkpoint(tmp_path, {"args": made})
         assert runs.read_checkpoint(tmp_path, "cpu")["args"] == made == json.loads(json.dumps(made))
 
     def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes, monkeypatch):
@@ -719,22 +695,16 @@ class TestOptions:
         for name, value in values_named(wanted).items():
             assert getattr(options, name) == value, name
 
-    def test_runs_that_differ_have_folders_of_their_own(self, tmp_path):
-        variants = [{}, {"pairs": False}, {"ascent": False}, {"pairs": False, "ascent": False}]
-        variants.append({"validation": True})
-        games = [train.Options(method="diffhard", **variant) for variant in variants]
-        sets = [train.Options(data=str(tmp_path / name / "photos")) for name in ("a", "b")]
-        assert len({options.out for options in games + sets}) == 7
-        assert train.Options().out == Path("runs", "shapes-simclr-hcl-0")
-        assert sets[0].out == train.Options(data=str(tmp_path / "a" / "photos")).out
-
     def test_choices_are_named(self):
         with pytest.raises(UserError, match="--method is moco; it must be one of simclr, bank"):
             train.Options(method="moco")
 
     @pytest.mark.parametrize("words, said", table(IDLE))
-    def test_flags_without_effect_are_said(self, words, said, capsys):
-        train.action_of(train.parse(words.split()))
+    def test_flags_without_effect_are_said(self, words, said, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "run", Mock())
+            patch.setattr(compare, "compare", Mock())
+            train.act(train.parse(words.split()))
         found = capsys.readouterr().out
         assert bool(said) == ("no effect" in found) and said in found
 
@@ -806,7 +776,6 @@ BUILT = """
 --loss ot --cost exp --kappa 2 | criterion.options.cost='exp'; criterion.options.kappa=2.0
 --loss triplet --margin .2 | criterion.options.objective='triplet'; criterion.options.margin=0.2
 --beta 2 --tau-plus .4 | criterion.options.beta=2; criterion.options.tau_plus=0.4
---true-positives | partners.shape=(240, 3, 16, 16)
 --method bank --momentum .3 | bank.momentum=0.3
 --method bank | bank.momentum=0.8
 --method queue --momentum .7 --queue-size 30 | momentum=0.7; rows.shape=(30, 128)
@@ -834,13 +803,14 @@ class TestBuild:
 
     @pytest.mark.parametrize("words, wanted", table(BUILT))
     def test_the_method(self, words, wanted, few):
-        _, training = train.build(options_of(words), few)
+        _, training = train.build(options_of(words), few, train.make_method)
         for path, value in values_named(wanted).items():
             assert attribute(training.method, path) == value, path
 
     def test_the_training(self, few):
         given = {"recipe": "sgd", "weight_decay": 0.25, "epochs": 3, "batch_size": 100, "seed": 3}
-        encoder, training = train.build(train.Options(**given, micro_batch=20), few)
+        options = train.Options(**given, micro_batch=20)
+        encoder, training = train.build(options, few, train.make_method)
         assert training.encoder is encoder
         assert (training.epochs, training.steps_per_epoch, training.seed) == (3, 3, 3)
         assert (training.recipe["lr"], training.recipe["weight_decay"]) == (0.03, 0.25)
@@ -848,12 +818,12 @@ class TestBuild:
 
     def test_large_images_are_blurred(self, few):
         large = few._replace(train=few.train[:4].repeat(1, 1, 6, 6))
-        encoder, training = train.build(train.Options(encoder="resnet18"), large)
+        encoder, training = train.build(train.Options(encoder="resnet18"), large, train.make_method)
         assert training.method.view_options == {"blur": 0.5} and encoder.features == 512
 
     @pytest.mark.parametrize("words, wanted", table(SCHEDULES))
     def test_schedules(self, words, wanted, few):
-        _, training = train.build(options_of(words), few)
+        _, training = train.build(options_of(words), few, train.make_method)
         last = 1 - 1 / (training.epochs * training.steps_per_epoch)  # progress at the last step
         ends = {name: (f(0.0), round(f(last), 9)) for name, f in training.schedules.items()}
         assert ends == (values_named(wanted) if wanted else {})
@@ -861,9 +831,9 @@ class TestBuild:
     def test_the_encoder_is_compiled_on_demand(self, few, monkeypatch):
         compiled = []
         monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
-        train.build(train.Options(), few)
+        train.build(train.Options(), few, train.make_method)
         assert not compiled
-        encoder, _ = train.build(train.Options(compile=True), few)
+        encoder, _ = train.build(train.Options(compile=True), few, train.make_method)
         assert compiled == [encoder]
 
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
@@ -883,7 +853,7 @@ class TestBuild:
 
         monkeypatch.setattr(hardneg.Training, "_step", diverge)
         said = quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
-        assert said.startswith("train.py: step 1 of 4: the loss is nan; lower lr?")
+        assert said.startswith("2 train.py: error: step 1 of 4: the loss is nan; lower lr?")
 
 
 # a command | what it complains of
@@ -921,7 +891,7 @@ MISTAKES = """
 --compare hcl --loss ot | --loss is ot
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
---method queue --queue-size 0 | --queue-size is 0
+--method queue --queue-size 0 | queue_size is 0
 --method clae --bound 1 | bound is 1
 --method diffhard --size 24 | size is 24
 --method diffhard --width 0 | width is 0
@@ -934,7 +904,6 @@ MISTAKES = """
 --device abacus | try --device cpu
 --device cuda:77 | try --device cpu
 --compare | --compare
---method bank --true-positives | --true-positives is on
 hard | unrecognized
 --data no/such/folder | --data is no/such/folder
 """
@@ -952,7 +921,7 @@ class TestCommand:
         assert run.returncode == 0 and "images/s" in run.stderr, run.stderr  # the bar
         for text in ("raw pixels", "untrained encoder", "trained encoder"):
             assert f"\n{text}" in run.stdout
-        assert "alpha goes from 1 to 0.3 by halftime" in run.stdout
+        assert "temperature 0.07, debias published, alpha 0.3" in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
         names = "loss method data seed epochs device seconds options history versions".split()
@@ -971,11 +940,9 @@ class TestCommand:
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["linear"] is results["tolerance"] is results["raw"]["knn"] is None
         assert results["uniformity"] < 0
-        said = quit_with([*words, tmp_path / "two", "--true-positives"], capsys)
-        assert "--true-positives is" in said
         train.main([*words, f"{tmp_path / 'both'}", "--compare", "hcl", "simclr", "--seeds", "2"])
         said = capsys.readouterr().out
-        assert "| `simclr` |" in said and "No difference can be judged" in said
+        assert "| `simclr` |" in said and "over" not in said
 
     def test_a_flag_without_its_value_has_the_default(self):
         words = ["--alpha", "--beta", "2", "--no-lead-in"]
@@ -1003,8 +970,8 @@ class TestCommand:
     @pytest.mark.parametrize(
         "words, complaint",
         [
-            (f"--out {__file__}/run", "/run, which cannot be used: Not a directory"),
-            ("--method queue --queue-size 800", "--queue-size is 800"),
+            (f"--out {__file__}/run", "Not a directory"),
+            ("--method queue --queue-size 800", "queue_size is 800"),
             ("--data .", "--data is ., with 0 readable images"),
         ],
     )
@@ -1013,7 +980,8 @@ class TestCommand:
     ):
         monkeypatch.chdir(tmp_path)
         said = quit_with(words.split(), capsys)
-        assert said.startswith("train.py: ") and complaint in said and said.count("\n") == 0
+        assert said.startswith("2 train.py: error: ") and complaint in said
+        assert said.count("\n") == 1
 
 
 # ---- The README and the recorded runs
