@@ -1028,8 +1028,8 @@ class TestContrastiveLoss:
         printed = equation(*np.split(oracle.unit(x), 2), **settings)
         close(ours(x, 2, loss=loss, **hardneg.PAPERS[loss])[0], printed, 1e-9)
 
-        names = [name for name in hardneg.PAPERS[loss] if drawn[name] is not None]
-        given = {name: drawn[name] for name in names}
+        drawn["tau_plus"] = drawn["tau_plus"] or 0.0
+        given = {name: drawn[name] for name in hardneg.PAPERS[loss]}
         settings = settings | given
 
         def of_rows(rows):
