@@ -8,6 +8,7 @@ the second view of an image is random as in training. These three, and forces, p
 """
 
 import argparse
+import functools
 import math
 from pathlib import Path
 from statistics import mean
@@ -208,6 +209,7 @@ def forces():
 # ---- From encoders -----------------------------------------------------------------------------
 
 
+@functools.cache
 def sample(folder: str) -> tuple[Tensor, Tensor]:
     """Read 2000 test images of a folder, in random order → images, labels."""
     some = images.at_most(images.read(train.Options(data=folder, fraction=0.001)), 2000)
