@@ -1028,8 +1028,8 @@ class TestContrastiveLoss:
         printed = equation(*np.split(oracle.unit(x), 2), **settings)
         close(ours(x, 2, loss=loss, **hardneg.PAPERS[loss])[0], printed, 1e-9)
 
-        names = [name for name in hardneg.PAPERS[loss] if drawn[name] is not None]
-        given = {name: drawn[name] for name in names}
+        drawn["tau_plus"] = drawn["tau_plus"] or 0.0
+        given = {name: drawn[name] for name in hardneg.PAPERS[loss]}
         settings = settings | given
 
         def of_rows(rows):
@@ -1091,6 +1091,19 @@ class TestFunctions:
 
     DRAWN = {"v": st.integers(2, 3), "k": st.sampled_from([0, 4]), "t": st.floats(0.2, 1)}
     DRAWN |= {"objective": st.sampled_from(hardneg.OBJECTIVES), "block_size": BLOCK_SIZES}
+
+    @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
+    def test_an_anchor_whose_candidates_all_drop_has_no_negatives(self, objective):
+        def drops_the_first_row(logits):
+            first = torch.arange(len(logits))[:, None] == 0
+            return torch.zeros_like(logits).masked_fill(first, -INF)
+
+        views = embeddings(1, 10, 4).chunk(2)
+        mask = torch.ones(10, 10, dtype=torch.bool)
+        mask[0] = False
+        options = {"objective": objective, "reduction": "none"}
+        found = contrastive_loss(*views, weights=drops_the_first_row, **options)
+        close(found, contrastive_loss(*views, negative_mask=mask, **options), 1e-12)
 
     @pytest.mark.parametrize("weights", EXACTLY_DEBIASED)
     @at_least(20)

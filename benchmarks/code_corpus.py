@@ -3,7 +3,7 @@
 It is the Python of the packages that the project requires, and of the standard library, without
 tests and vendored copies. A query is the first paragraph of a function's docstring, its document
 the source without docstrings. Files, not pairs, are split into those for training, validation and
-test. `code_search.py` uses it; the same versions of packages give the same corpus.
+test. The same versions of packages give the same corpus.
 """
 
 import ast
@@ -21,18 +21,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
 WORDS, LONGEST = 20_000, 256  # of the vocabulary; tokens of a text that an encoder reads
-LEFT_OUT = {"test", "tests", "testing", "_vendor", "vendored", "_distutils_hack", "site-packages"}
-LEFT_OUT |= {
-    "dist-packages",
-    "idlelib",
-    "lib2to3",
-    "third_party",
-    "extern",
-    "external",
-    "externals",
-}
+LEFT_OUT = "test tests testing _vendor vendored _distutils_hack site-packages dist-packages idlelib"
+LEFT_OUT = set(f"{LEFT_OUT} lib2to3 third_party extern external externals".split())
 
 
 def required(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
@@ -55,9 +46,9 @@ def required(names: list[str]) -> dict[str, importlib.metadata.Distribution]:
 def source_files(packages: dict) -> dict[str, Path]:
     """List the .py files of packages and of the standard library: {relative path: path}."""
     library = Path(sysconfig.get_path("stdlib"))
-    files = {
-        f"python/{path.relative_to(library).as_posix()}": path for path in library.rglob("*.py")
-    }
+    files = {}
+    for path in library.rglob("*.py"):
+        files[f"python/{path.relative_to(library).as_posix()}"] = path
     for package in packages.values():
         for path in package.files or []:
             files[str(path)] = Path(package.locate_file(path))
@@ -114,17 +105,13 @@ def read_pairs(files: dict[str, Path]) -> list[tuple[str, str, str]]:
     return pairs
 
 
-def sixth(name: str, salt: str) -> bool:
-    """Say whether a file is one of a sixth of all, the same on every machine."""
-    digest = hashlib.sha256(f"{salt} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % 6 == 0
-
-
 def part_of(name: str) -> str:
-    """Say where the pairs of a file belong."""
-    if sixth(name, "test"):
-        return "test"
-    return "validation" if sixth(name, "validation") else "train"
+    """Say where the pairs of a file belong: a sixth of all, the same on every machine, is test."""
+    for part in ("test", "validation"):
+        digest = hashlib.sha256(f"{part} {name}".encode()).digest()
+        if int.from_bytes(digest[:8], "big") % 6 == 0:
+            return part
+    return "train"
 
 
 def tokens_of(text: str) -> list[str]:
@@ -140,10 +127,8 @@ def build(packages: dict) -> dict:
     pairs = read_pairs(source_files(packages))
     text = "".join(f"{query}\0{document}\0" for _, query, document in pairs)
     parts = [part_of(name) for name, _, _ in pairs]
-    texts = {
-        "queries": [tokens_of(query) for _, query, _ in tqdm(pairs, "queries")],
-        "documents": [tokens_of(document) for _, _, document in tqdm(pairs, "documents")],
-    }
+    texts = {"queries": [tokens_of(query) for _, query, _ in tqdm(pairs, "queries")]}
+    texts["documents"] = [tokens_of(document) for _, _, document in tqdm(pairs, "documents")]
     frequent, others = Counter(), Counter()
     for lists in texts.values():
         for tokens, part in zip(lists, parts, strict=True):
@@ -168,8 +153,8 @@ def build(packages: dict) -> dict:
 
 def load(out: Path) -> dict:
     """Read the parsed corpus from a folder, or build it there."""
-    requirements = (HERE.parent / "requirements.txt").read_text().split("\n")
-    packages = required([line for line in requirements if line.strip()])
+    requirements = Path(__file__).resolve().parent.parent / "requirements.txt"
+    packages = required(requirements.read_text().split())
     versions = {name: package.version for name, package in packages.items()}
     versions["python"] = platform.python_version()
     path = out / "corpus.pt"
@@ -201,17 +186,21 @@ class Texts:
         return self.words[places], self.counts[places], offsets
 
 
-def bags(texts: list[Tensor]) -> Texts:
-    """Count the words of each text that are in the vocabulary."""
-    words, counts, lengths = [], [], [0]
+def lay(texts: list[Tensor], in_order: bool = False) -> Texts:
+    """Lay the words of texts that are in the vocabulary behind one another.
+
+    A bag has each of its words once, with a count, unless texts stay in order."""
+    words, counts = [], []
     for tokens in texts:
         read = tokens[:LONGEST]
         known = read[read < WORDS]
-        found, times = known.unique(return_counts=True)
-        words.append(found)
-        counts.append(times)
-        lengths.append(len(found))
-    return Texts(torch.cat(words), torch.cat(counts).float(), torch.tensor(lengths).cumsum(0))
+        times = torch.ones(len(known))
+        if not in_order:
+            known, times = known.unique(return_counts=True)
+        words.append(known)
+        counts.append(times.float())
+    lengths = torch.tensor([0] + [len(some) for some in words])
+    return Texts(torch.cat(words), torch.cat(counts), lengths.cumsum(0))
 
 
 @dataclasses.dataclass
@@ -227,20 +216,17 @@ class Part:
         return len(self.files)
 
 
-def split(corpus: dict, limit: int | None) -> dict[str, Part]:
-    """Split a corpus by file; limit: only so many pairs of it."""
-    chosen = torch.arange(corpus["pairs"])
-    if limit is not None:
-        chosen = torch.linspace(0, corpus["pairs"] - 1, limit).long().unique()
+def split(corpus: dict) -> dict[str, Part]:
+    """Split a corpus by file."""
     all_queries = corpus["queries"].split(corpus["lengths of queries"])
     all_documents = corpus["documents"].split(corpus["lengths of documents"])
     parts = {}
     for part in ("train", "validation", "test"):
-        index = [k for k in chosen.tolist() if corpus["parts"][k] == part]
+        index = [k for k, of_pair in enumerate(corpus["parts"]) if of_pair == part]
         queries = [all_queries[k] for k in index]
         documents = [all_documents[k] for k in index]
         names = [corpus["files"][k] for k in index]
         number = {name: k for k, name in enumerate(dict.fromkeys(names))}
         files = torch.tensor([number[name] for name in names])
-        parts[part] = Part(bags(queries), bags(documents), files, (queries, documents))
+        parts[part] = Part(lay(queries), lay(documents), files, (queries, documents))
     return parts

@@ -3,31 +3,27 @@
 A query is the first paragraph of a function's docstring, its document the rest of the function, as
 `code_corpus.py` collects them. An encoder learns to find the document of a query among all those of
 the test files. On the validation files, and with a seed of its own, each loss chooses its
-temperature, and each row its learning rate; seeds from 0 on compare the rows, those of SHORT if
-none are named. What is measured goes to results/code_search.json at once and is not repeated;
---table prints it again. Other corpora, --limit and --epochs have a file of their own, in --out.
+temperature, and each row its learning rate; seeds from 0 on compare the rows, those of SHORT
+without --all. What is measured goes to results/code_search.json at once and is not repeated.
 """
 
-import argparse
-import json
-import os
-import sys
+import functools
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import common
 import numpy as np
+import tables
 import torch
+from code_corpus import WORDS, Part, Texts, load, split
+from rows import LOSSES, SEARCHES, SETTINGS
 from scipy import sparse
 from torch import Tensor, nn
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
-from benchmarks import code_corpus
-from benchmarks.code_corpus import WORDS, Part, Texts
-from training import report
 
-RECORD = Path(__file__).resolve().parent / "results" / "code_search.json"
 DIM = 128  # of embeddings
 EPOCHS = 5
 POOL = 32  # mined documents are drawn from so many nearest ones
@@ -35,59 +31,7 @@ TEMPERATURES = (0.05, 0.07, 0.1, 0.14, 0.2)
 RATES = (0.001, 0.002, 0.004, 0.008, 0.016)
 FIRST_RATE = 0.008  # while temperatures are compared
 SEARCH = 100  # the seed of the runs that choose
-MEASURES = ("mrr", "r1", "r10", "same_file")
-
-LOSSES = {  # options of contrastive_loss; N is the number of candidates of a query
-    "simclr": dict(loss="simclr"),
-    "hcl": dict(loss="hcl", beta=0.5, tau_plus="1/N"),
-    "ot": dict(loss="ot", epsilon=0.2),
-    "hard": dict(loss="hard", alpha=0.3),
-    "debiased": dict(loss="debiased", tau_plus="1/N"),
-    "decoupled": dict(objective="decoupled"),
-}
-SETTINGS = {  # of a row, where it does not say otherwise
-    "loss": "simclr",  # of LOSSES
-    "batch_size": 128,
-    "passes": 1,  # times --epochs
-    "random": 0,  # random documents for each query, candidates of the whole batch
-    "mined": 0,  # the same, drawn from the nearest, from the second epoch on
-    "grouped": 0,  # a sample stands in a batch with so many near ones, from the second epoch on
-    "refresh": 1,  # epochs between two searches for the nearest
-    "bank": False,  # search among the embeddings that training steps made, not among new ones
-    "mine_margin": None,  # relative_margin of `mine`
-    "loss_margin": None,  # relative_margin of the loss
-    "temperature": None,  # these two are chosen
-    "rate": None,
-}
-ROWS = {
-    "untrained": dict(passes=0),
-    # weighting the negatives of a batch
-    **{loss: dict(loss=loss) for loss in LOSSES},
-    # more candidates, as many as with four more for each query, and the time that `mined` takes
-    "random": dict(random=4),
-    "batch 640": dict(batch_size=640),
-    "batch 640, equal time": dict(batch_size=640, passes=7),
-    "batch 128, equal time": dict(passes=3),
-    # finding near ones
-    "grouped": dict(grouped=8),
-    "mined": dict(mined=4),
-    **{f"mined, {loss}": dict(mined=4, loss=loss) for loss in LOSSES if loss != "simclr"},
-    # against false negatives
-    "mined, margin": dict(mined=4, mine_margin=0.05),
-    "mined, margin in loss": dict(mined=4, loss_margin=0.05),
-    # how old the lists of the nearest may be
-    "mined, every 2": dict(mined=4, refresh=2),
-    "mined, every 4": dict(mined=4, refresh=4),
-    "mined, bank": dict(mined=4, bank=True),
-}
-IN_WORDS = {  # rows of ../README.md
-    "simclr": "`simclr`",
-    "hcl": "`hcl`",
-    "random": "`simclr`, 4 random documents more for each query",
-    "mined": "`simclr`, 4 mined documents more for each query",
-    "mined, debiased": "`debiased`, 4 mined",
-}
-SHORT = ("untrained", "simclr", "hcl", "random", "batch 640, equal time", "mined", "mined, hcl")
+SHORT = ["untrained", "simclr", "hcl", "random", "batch 640, equal time", "mined", "mined, hcl"]
 
 
 # ---- Training ----------------------------------------------------------------------------------
@@ -134,9 +78,9 @@ def idf_of(part: Part) -> Tensor:
 class Run:
     """Train an encoder by a row's settings; `seconds` are processor time, searches included."""
 
-    def __init__(self, part: Part, settings: dict, epochs: int, seed: int):
+    def __init__(self, part: Part, settings: dict, seed: int):
         self.part, self.settings = part, settings
-        self.epochs = epochs * settings["passes"]
+        self.epochs = EPOCHS * settings["passes"]
         self.encoder = Encoder(idf_of(part), seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.near = None  # (n, POOL), the documents nearest to each query; −1 where there is none
@@ -146,7 +90,7 @@ class Run:
             self.banks = [hardneg.MemoryBank(rows, momentum=0) for _ in range(2)]
         self.seconds = 0.0
 
-    def train(self, bar: tqdm) -> Encoder:
+    def train(self, name: str) -> Encoder:
         """Take all steps, at a rate that falls to 0."""
         begin = time.process_time()
         size, rate = self.settings["batch_size"], self.settings["rate"]
@@ -154,13 +98,12 @@ class Run:
         if steps > 0:
             self.optimizer = torch.optim.Adam(self.encoder.parameters(), rate, fused=True)
             falling = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1, 1 / steps, steps)
-        for epoch in range(self.epochs):
+        for epoch in tqdm(range(self.epochs), name, unit=" epochs", leave=False):
             if self.is_due(epoch):
                 self.near = self.search()
             for index in self.order().split(size):
                 self.step(index)
                 falling.step()
-            bar.update()
         self.seconds = time.process_time() - begin
         return self.encoder
 
@@ -204,9 +147,7 @@ class Run:
             labels=labels,
             **self.options_of_loss(int(counts.sum()) - 1),
         )
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+        common.descend(loss, self.optimizer)
         if self.banks is not None:
             self.banks[0].update(index, queries.detach())
             self.banks[1].update(index, documents[: len(index)].detach())
@@ -287,10 +228,8 @@ def evaluate(encoder: Encoder, part: Part) -> dict[str, float]:
 
 def bm25(part: Part, k1: float = 1.2, b: float = 0.75) -> dict[str, float]:
     """Measure the formula of lexical search, on whole texts and without a limit to the words."""
-    queries, documents = [counts_of(texts) for texts in part.tokens]
-    words = max(queries.shape[1], documents.shape[1])
-    queries.resize(len(part), words)
-    documents.resize(len(part), words)
+    words = 1 + max(int(torch.cat(texts).max()) for texts in part.tokens)
+    queries, documents = [counts_of(texts, words) for texts in part.tokens]
     documents_with = np.bincount(documents.indices, minlength=words)
     idf = np.log1p((len(part) - documents_with + 0.5) / (documents_with + 0.5))
     lengths = np.asarray(documents.sum(1)).ravel()
@@ -302,194 +241,99 @@ def bm25(part: Part, k1: float = 1.2, b: float = 0.75) -> dict[str, float]:
     return figures_of(torch.from_numpy(scores), part.files)
 
 
-def counts_of(texts: list[Tensor]) -> sparse.csr_matrix:
+def counts_of(texts: list[Tensor], words: int) -> sparse.csr_matrix:
     """Count the words of each text → (texts, words)."""
-    lengths = torch.tensor([len(tokens) for tokens in texts])
-    rows = torch.arange(len(texts)).repeat_interleave(lengths)
-    words = torch.cat(texts)
-    ones = np.ones(len(words))
-    return sparse.csr_matrix((ones, (rows.numpy(), words.numpy())))  # entries of a place are added
+    rows = np.repeat(np.arange(len(texts)), [len(tokens) for tokens in texts])
+    places = rows, torch.cat(texts).numpy()
+    # entries of one place are added
+    return sparse.csr_matrix((np.ones(len(rows)), places), shape=(len(texts), words))
 
 
 # ---- Runs and results --------------------------------------------------------------------------
 
 
-class Results:
-    """Keep what is measured in a JSON file, written anew after every run."""
+class Record:
+    """Keep what is measured, on disk after each measurement, and measure nothing twice."""
 
-    def __init__(self, path: Path, about: dict):
-        self.path = path
-        self.found = about | {"bm25": None, "choices": {}, "runs": []}
-        if path.exists():
-            self.found = json.loads(path.read_text())
+    def __init__(self, name: str, corpus: dict):
+        self.name = name
+        about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
+        self.found = {"corpus": about, "choices": {}, "runs": []}
+        if common.path_of(name).exists():
+            self.found = common.read(name)
+        if self.found["corpus"]["sha256"] != about["sha256"]:
+            raise SystemExit(f"{name} is of another corpus; name another with --record")
 
-    def write(self) -> None:
-        """Write the file in one move: whoever stops the program leaves the old file or the new."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.found, indent=1) + "\n")
-        os.replace(temporary, self.path)
-
-    def tried(self, what: str, name: str) -> dict[str, float]:
-        """Return the validation MRR by temperature of a loss, or by rate of a row."""
-        return self.found["choices"].setdefault(what, {}).setdefault(name, {})
-
-    def settings_of(self, row: str) -> dict:
-        """Complete a row's settings by what is chosen for it so far."""
-        settings = SETTINGS | ROWS[row]
-        if settings["passes"] == 0:
-            return settings
-        for what, name in (("temperature", settings["loss"]), ("rate", row)):
-            tried = self.tried(what, name)
-            if tried:
-                settings[what] = float(max(tried, key=tried.get))
-        return settings
-
-    def runs_of(self, row: str) -> dict[int, dict]:
-        """Look up the runs of a row, by seed."""
-        settings = self.settings_of(row)
-        runs = [run for run in self.found["runs"] if run["row"] == row]
-        return {run["seed"]: run for run in runs if run["settings"] == settings}
-
-
-def path_of(record: Path, corpus: dict, args: argparse.Namespace) -> Path:
-    """Choose the file of results: the record of the project, unless it is of other runs."""
-    if args.limit is None and args.epochs == EPOCHS:
-        if not record.exists():
-            return record
-        if json.loads(record.read_text())["corpus"]["sha256"] == corpus["sha256"]:
-            return record
-    runs = f"{corpus['sha256'][:8]}-{args.limit or 'all'}-{args.epochs}"
-    return args.out / f"{record.stem}-{runs}.json"
-
-
-class Study:
-    """Train what is not recorded yet, first to choose settings, then to compare rows."""
-
-    def __init__(self, parts: dict[str, Part], rows: list[str], epochs: int, results: Results):
-        self.parts, self.epochs, self.results = parts, epochs, results
-        self.rows = rows
-        self.trained = [row for row in rows if ROWS[row].get("passes") != 0]
-        self.losses = list(dict.fromkeys(ROWS[row].get("loss", "simclr") for row in self.trained))
-
-    def run(self, seeds: int) -> None:
-        """Do all that is left to do, the first seed of all rows before the next."""
-        if self.results.found["bm25"] is None:
-            self.results.found["bm25"] = bm25(self.parts["test"])
-        passes = sum(ROWS[row].get("passes", 1) for row in self.rows) * (len(RATES) + seeds)
-        passes += len(self.losses) * len(TEMPERATURES)
-        with tqdm(total=passes * self.epochs, unit=" epochs") as self.bar:
-            for loss in self.losses:
-                settings = SETTINGS | {"loss": loss, "rate": FIRST_RATE}
-                self.choose("temperature", loss, TEMPERATURES, settings)
-            for row in self.trained:
-                self.choose("rate", row, RATES, self.results.settings_of(row))
-            for seed in range(seeds):
-                for row in self.rows:
-                    self.compare(row, seed)
-
-    def choose(self, what: str, name: str, values: tuple, settings: dict) -> None:
-        """Measure all values of a setting on the validation files."""
-        tried = self.results.tried(what, name)
+    def choose(self, what: str, name: str, values: tuple, measure: Callable) -> float:
+        """Return the value of a setting that has the best measure, an MRR on validation files."""
+        tried = self.found["choices"].setdefault(what, {}).setdefault(name, {})
         for value in values:
-            if str(value) in tried:
-                self.bar.update(settings["passes"] * self.epochs)
-                continue
-            self.bar.set_description(f"{name}, {what} {value}")
-            run = Run(self.parts["train"], settings | {what: value}, self.epochs, SEARCH)
-            encoder = run.train(self.bar)
-            tried[str(value)] = evaluate(encoder, self.parts["validation"])["mrr"]
-            self.results.write()
+            if str(value) not in tried:
+                tried[str(value)] = measure(value)
+                common.write(self.name, self.found)
+        return float(max(tried, key=tried.get))
 
-    def compare(self, row: str, seed: int) -> None:
-        """Measure a row on the test files."""
-        settings = self.results.settings_of(row)
-        if seed in self.results.runs_of(row):
-            self.bar.update(settings["passes"] * self.epochs)
+    def once(self, row: str, settings: dict, seed: int, measure: Callable) -> None:
+        """Record what a row measures with a seed, and its processor time if it does not say."""
+        about = {"row": row, "seed": seed, "settings": settings}
+        if any(about.items() <= run.items() for run in self.found["runs"]):
             return
-        self.bar.set_description(f"{row}, seed {seed}")
-        run = Run(self.parts["train"], settings, self.epochs, seed)
-        figures = evaluate(run.train(self.bar), self.parts["test"])
-        about = {"row": row, "seed": seed, "settings": settings, "seconds": run.seconds}
-        self.results.found["runs"].append(about | figures)
-        self.results.write()
+        begin = time.process_time()
+        figures = measure()
+        seconds = {"seconds": time.process_time() - begin}
+        self.found["runs"].append(about | seconds | figures)
+        common.write(self.name, self.found)
 
 
-def table(results: Results) -> str:
-    """Write the results as a Markdown table.
+def compare(record: Record, parts: dict[str, Part], rows: list[str], seeds: int) -> None:
+    """Choose settings, then measure all rows, the first seed of all before the next."""
 
-    Gains are differences of MRR to `simclr`, paired by seed, with Student's interval of 95 %. Times
-    are multiples of that of `simclr`."""
-    names = ["row", "t", "rate", "MRR", "R@1", "R@10", "same file", "gain in MRR", "n", "time"]
-    lines = [names]
-    floor = results.found["bm25"]
-    if floor:
-        figures = [f"{floor[name]:.1f}" for name in MEASURES]
-        lines.append(["BM25", "", "", *figures, "", "", ""])
-    baseline = results.runs_of("simclr")
-    for row in ROWS:
-        runs = results.runs_of(row)
-        if runs:
-            lines.append(line_of(row, runs, baseline))
-    return report.markdown(lines)
+    def tried(settings, seed, part):
+        run = Run(parts["train"], settings, seed)
+        encoder = run.train(f"{settings['loss']}, seed {seed}")
+        return {"seconds": run.seconds} | evaluate(encoder, parts[part])
 
+    def choose(what, name, values, settings):
+        def measure(value):
+            return tried(settings | {what: value}, SEARCH, "validation")["mrr"]
 
-def brief(results: Results) -> str:
-    """Write the table of ../README.md."""
-    lines = [["negatives, text", "MRR", "gain in MRR"]]
-    baseline = results.runs_of("simclr")
-    for row, words in IN_WORDS.items():
-        _, _, _, mrr, _, _, _, gain, _, _ = line_of(row, results.runs_of(row), baseline)
-        lines.append([words, mrr, gain])
-    return report.markdown(lines)
+        return {what: record.choose(what, name, values, measure)}
 
-
-def line_of(row: str, runs: dict[int, dict], baseline: dict[int, dict]) -> list[str]:
-    """Write the line of a row, from its runs by seed and those of `simclr`."""
-    settings = next(iter(runs.values()))["settings"]
-    cells = [row]
-    for what in ("temperature", "rate"):
-        cells.append(str(settings[what] or ""))
-    for name in MEASURES:
-        cells.append(report.spread([run[name] for run in runs.values()]))
-    shared = [seed for seed in runs if seed in baseline]
-    gain, ratio = "", ""
-    if shared and row != "simclr":
-        gain = report.gain([runs[seed]["mrr"] - baseline[seed]["mrr"] for seed in shared])
-    if shared:
-        seconds = sum(runs[seed]["seconds"] for seed in shared)
-        ratio = f"{seconds / sum(baseline[seed]['seconds'] for seed in shared):.1f}"
-    return [*cells, gain, str(len(runs)), ratio]
+    if not record.found.get("bm25"):
+        record.found["bm25"] = bm25(parts["test"])
+    chosen = {}
+    for row in rows:
+        settings = SETTINGS | SEARCHES[row]
+        if settings["passes"]:
+            loss = settings["loss"]
+            of_loss = SETTINGS | {"loss": loss, "rate": FIRST_RATE}
+            settings |= choose("temperature", loss, TEMPERATURES, of_loss)
+            settings |= choose("rate", row, RATES, settings)
+        chosen[row] = settings
+    for seed in range(seeds):
+        for row, settings in chosen.items():
+            measure = functools.partial(tried, settings, seed, "test")
+            record.once(row, settings, seed, measure)
 
 
-def parser_of(about: str) -> argparse.ArgumentParser:
-    """Make a parser with the flags of an experiment on the corpus."""
-    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+def arguments(about: str, name: str):
+    """Parse the flags of an experiment on the corpus."""
+    parser = common.parser_of(about)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--limit", type=int, metavar="PAIRS", help="only so many of the corpus")
     parser.add_argument("--out", type=Path, default=Path("runs", "code_search"))
-    parser.add_argument("--table", action="store_true", help="print the record, train nothing")
-    return parser
+    parser.add_argument("--record", default=name, help="file of results/, or a path, less .json")
+    parser.add_argument("--all", action="store_true", help="all rows")
+    return parser.parse_args()
 
 
 def main():
     """Train what is not recorded yet, and print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="NAME", default=SHORT)
-    parser.add_argument("--all", action="store_true", help="all rows")
-    args = parser.parse_args()
-    if args.table:
-        print(table(Results(RECORD, {})))
-        return
-    corpus = code_corpus.load(args.out)
-    path = path_of(RECORD, corpus, args)
-    about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
-    results = Results(path, {"corpus": about, "epochs": args.epochs, "limit": args.limit})
-    parts = code_corpus.split(corpus, args.limit)
-    rows = list(ROWS) if args.all else args.rows
-    Study(parts, rows, args.epochs, results).run(args.seeds)
-    print(f"{table(results)}\n\nin {path}")
+    args = arguments(__doc__, "code_search")
+    if not args.show:
+        corpus = load(args.out)
+        rows = list(SEARCHES) if args.all else SHORT
+        compare(Record(args.record, corpus), split(corpus), rows, args.seeds)
+    print(tables.search(args.record))
 
 
 if __name__ == "__main__":

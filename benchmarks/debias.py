@@ -1,83 +1,66 @@
-"""How well do three corrections for false negatives estimate the weighted mean over true negatives?
+"""How well do corrections for false negatives estimate the weighted mean over true negatives?
+python benchmarks/debias.py
 
-    python benchmarks/debias.py            two tables, two minutes on two cores
-
-The first table simulates: anchors and 510 candidates of ten classes on the sphere, a tenth of the
+The first tables simulate anchors and 510 candidates of ten classes on the sphere, a tenth of the
 candidates of the anchor's class, positives that are other samples of that class. The truth leaves
-the anchor's class out of a million candidates. The second table trains a small encoder on such
-classes, with positives of the class, and reads it out.
+the anchor's class out of a large sample. The last one trains a small encoder on such classes, with
+four positives of the class, and reads it out. They take two minutes on two cores.
 """
 
 import argparse
 import math
-import sys
-from pathlib import Path
 
+import common
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
 from training import readouts, report
 
-CLASSES, DIMENSIONS, CANDIDATES = 10, 32, 510
+CLASSES, DIM, CANDIDATES, BATCH = 10, 32, 510, 64
 SETTINGS = [(0.25, 0.5, 1.0), (0.64, 0.5, 1.0), (0.64, 0.5, 2.0), (0.64, 0.2, 1.0)]
-ESTIMATES = [  # name, positives, tau_plus, debias
-    ("none", 1, 0.0, "published"),
-    ("Eq. 2, M = 1", 1, 0.1, "published"),
-    ("Eq. 2, M = 16", 16, 0.1, "published"),
-    ("exact, M = 1", 1, 0.1, "exact"),
-    ("exact, M = 4", 4, 0.1, "exact"),
-    ("exact, M = 16", 16, 0.1, "exact"),
-]
-MEASURES = {  # and the digits after the point
-    "bias of log E[e^s]": 2,
-    "its root mean square error": 2,
-    "% of anchors: nothing is left": 0,
-}
 HCL = {"loss": "hcl", "temperature": 0.5, "beta": 1.0}
-CORRECTIONS = {
-    "none": HCL | {"tau_plus": 0.0},
-    "Eq. 2": HCL | {"tau_plus": 0.1},
-    "exact": HCL | {"tau_plus": 0.1, "debias": "exact"},
-    "labels: no false negatives": HCL | {"tau_plus": 0.0, "true_labels": True},
-}
+NONE = {"tau_plus": 0.0}
+EQ_2 = {"tau_plus": 0.1}
+EXACT = {"tau_plus": 0.1, "debias": "exact"}
+# name: positives, options
+ESTIMATES = {"none": (1, NONE), "Eq. 2, M = 1": (1, EQ_2), "Eq. 2, M = 16": (16, EQ_2)}
+ESTIMATES |= {f"exact, M = {m}": (m, EXACT) for m in (1, 4, 16)}
+# and the digits after the point
+MEASURES = {"bias of log E[e^s]": 2, "its root mean square error": 2}
+MEASURES["% of anchors: nothing is left"] = 0
 
 
-def samples(centres, labels, cosine, generator):
+def samples(centres: Tensor, labels: Tensor, cosine: float, generator) -> Tensor:
     """Draw unit rows whose classes have this mean cosine within, about: (n, D)."""
-    noise = torch.randn(*labels.shape, DIMENSIONS, generator=generator, dtype=torch.float64)
+    noise = torch.randn(labels.shape + (DIM,), generator=generator, dtype=torch.float64)
     own = math.sqrt(cosine) * centres[labels]
-    return hardneg.unit(own + math.sqrt((1 - cosine) / DIMENSIONS) * noise)
+    return hardneg.unit(own + math.sqrt((1 - cosine) / DIM) * noise)
 
 
-def log_mean_over_others(anchors, labels, centres, cosine, t, beta, generator):
-    """Compute log E_{q⁻}[e^s] of each anchor from a large sample of other classes."""
-    count = 100_000
-    drawn = torch.randint(CLASSES, (count,), generator=generator)
-    logits = anchors @ samples(centres, drawn, cosine, generator).T / t
-    logits = logits.masked_fill(labels[:, None] == drawn, -torch.inf)
-    return torch.logsumexp((1 + beta) * logits, 1) - torch.logsumexp(beta * logits, 1)
+def simulate(setting: tuple[float, float, float], anchors: int = 2000) -> list[tuple]:
+    """Return each estimate's bias, root mean square error, and share of clamped anchors.
 
-
-def simulate(cosine, t, beta, anchors=2000, seed=0):
-    """Return bias and root mean square error of each estimate, and its share of clamped anchors."""
-    generator = torch.Generator().manual_seed(seed)
-    centres = hardneg.unit(
-        torch.randn(CLASSES, DIMENSIONS, generator=generator, dtype=torch.float64)
-    )
+    The truth is log E_{q⁻}[e^s] of each anchor, from a large sample of other classes."""
+    cosine, t, beta = setting
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(CLASSES, DIM, generator=generator, dtype=torch.float64)
+    centres = hardneg.unit(centres)
     labels = torch.randint(CLASSES, (anchors,), generator=generator)
     z = samples(centres, labels, cosine, generator)
-    truth = log_mean_over_others(z, labels, centres, cosine, t, beta, generator)
+    drawn = torch.randint(CLASSES, (100_000,), generator=generator)
+    logits = z @ samples(centres, drawn, cosine, generator).T / t
+    logits = logits.masked_fill(labels[:, None] == drawn, -torch.inf)
+    truth = torch.logsumexp((1 + beta) * logits, 1) - torch.logsumexp(beta * logits, 1)
     drawn = torch.randint(CLASSES, (anchors, CANDIDATES), generator=generator)
     neg = torch.einsum("ad,and->an", z, samples(centres, drawn, cosine, generator)) / t
     positives = samples(centres, labels[:, None].expand(-1, 16), cosine, generator)
     pos = torch.einsum("ad,amd->am", z, positives) / t
     log_n = torch.tensor(math.log(CANDIDATES))
     rows = []
-    for _, m, tau_plus, debias in ESTIMATES:
-        given = {"weights": "tilted", "beta": beta, "tau_plus": tau_plus, "debias": debias}
-        options = hardneg.settle(given)
+    for m, given in ESTIMATES.values():
+        options = hardneg.settle({"weights": "tilted", "beta": beta} | given)
         some = pos[:, :m]
         log_w, log_w_pos = hardneg.weigh(some, neg, log_n, torch.zeros(()), t, options)
         found = hardneg._log_negatives(some, neg, log_w, log_w_pos, log_n, t, options)
@@ -87,68 +70,60 @@ def simulate(cosine, t, beta, anchors=2000, seed=0):
     return rows
 
 
-def noisy(labels, centres, generator):
-    """Draw a noisy sample of each label's class: (n, D)."""
-    noise = torch.randn(len(labels), DIMENSIONS, generator=generator)
-    return centres[labels] + 1.5 * noise
-
-
-def train(options, seed, steps=1000, batch=64, positives=4):
-    """Train an encoder of noisy classes, positives drawn from the class; return its figures."""
+def learn(options: dict, use_labels: bool, seed: int, steps: int = 1000) -> list[float]:
+    """Train an encoder of noisy classes, four positives drawn from the class → its figures."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
-    centres = torch.randn(CLASSES, DIMENSIONS, generator=generator)
-    encoder = torch.nn.Sequential(
-        torch.nn.Linear(DIMENSIONS, 128), torch.nn.ReLU(), torch.nn.Linear(128, DIMENSIONS)
-    )
+    centres = torch.randn(CLASSES, DIM, generator=generator)
+    encoder = nn.Sequential(nn.Linear(DIM, 128), nn.ReLU(), nn.Linear(128, DIM))
     optimizer = torch.optim.Adam(encoder.parameters(), 1e-3)
+
+    def embed(labels):
+        noise = torch.randn(len(labels), DIM, generator=generator)
+        return encoder(centres[labels] + 1.5 * noise)
+
     for _ in range(steps):
-        labels = torch.randint(CLASSES, (batch,), generator=generator)
-        views = [encoder(noisy(labels, centres, generator)) for _ in range(1 + positives)]
-        given = {"labels": labels} if options.get("true_labels") else {}
-        settings = {name: x for name, x in options.items() if name != "true_labels"}
-        loss = hardneg.contrastive_loss(*views, **given, **settings)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+        views = [embed(labels) for _ in range(5)]
+        given = HCL | options | {"labels": labels if use_labels else None}
+        common.descend(hardneg.contrastive_loss(*views, **given), optimizer)
     labels = torch.arange(CLASSES).repeat_interleave(200)
     with torch.no_grad():
-        z = F.normalize(encoder(noisy(labels, centres, generator)), dim=1)
-        other = F.normalize(encoder(noisy(labels, centres, generator)), dim=1)
+        z, other = [F.normalize(embed(labels), dim=1) for _ in range(2)]
     accuracy = readouts.linear_readout(z, labels, other, labels)
-    return accuracy, hardneg.uniformity(z).item(), readouts.tolerance(z, labels).item()
+    return [accuracy, hardneg.uniformity(z).item(), readouts.tolerance(z, labels).item()]
 
 
-def simulated():
+def simulated() -> str:
     """Write a table for each measure; a row is a cosine within a class, t and β."""
-    found = {setting: simulate(*setting) for setting in SETTINGS}
+    found = {setting: simulate(setting) for setting in SETTINGS}
     tables = []
     for k, (title, digits) in enumerate(MEASURES.items()):
-        lines = [[title, *(name for name, *_ in ESTIMATES)]]
+        lines = [[title] + list(ESTIMATES)]
         for setting, figures in found.items():
-            cells = [f"{some[k]:.{digits}f}" for some in figures]
-            lines.append([", ".join(map(str, setting)), *cells])
+            shown = ", ".join(f"{x:g}" for x in setting)
+            lines.append([shown] + [f"{some[k]:z.{digits}f}" for some in figures])
         tables.append(report.markdown(lines))
     return "\n\n".join(tables)
 
 
-def trained(seeds):
+def trained(seeds: int) -> str:
     """Write the table of the encoders trained with each correction."""
     lines = [["correction", "linear %", "uniformity", "tolerance"]]
-    for name, options in CORRECTIONS.items():
-        of_seeds = [train(options, seed) for seed in range(seeds)]
-        lines.append([name, *(report.spread(values, 2) for values in zip(*of_seeds, strict=True))])
+    rows = {"none": NONE, "Eq. 2": EQ_2, "exact": EXACT, "labels: no false negatives": NONE}
+    for row, options in rows.items():
+        of_seeds = [learn(options, row.startswith("labels"), seed) for seed in range(seeds)]
+        columns = torch.tensor(of_seeds, dtype=torch.float64).T.tolist()
+        lines.append([row] + [report.spread(some, 2) for some in columns])
     return report.markdown(lines)
 
 
 def main():
-    """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5, help="of the second table")
-    seeds = parser.parse_args().seeds
-    print(simulated())
-    print(f"\nAn encoder trained with four positives of the class, n = {seeds} seeds\n")
-    print(trained(seeds))
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=5, help="of the last table")
+    args = parser.parse_args()
+    print(f"{simulated()}\n\n{trained(args.seeds)}")
 
 
 if __name__ == "__main__":

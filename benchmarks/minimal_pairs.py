@@ -7,44 +7,33 @@ Given the document, which of the two is right? In training, the double can be a 
 its document. Every loss is the sum of two: documents look for their queries, where the doubles are
 candidates of the whole batch, and queries for their documents, where they are not.
 
-Doubles can be told without the document: "a get of numbers" is no English. Two measures say how
-much of an accuracy that explains. `blind` is an encoder that reads the two queries alone. Balanced
-accuracies weight pairs such that guesses without the document are right half the time: guesses from
-the word alone, and those of `blind`. And an encoder is asked again with the document of another
-pair: what it then has above 50 % it has from the queries alone.
+Doubles can be told without the document: "a get of numbers" is no English. So `blind` is an encoder
+that reads the two queries alone. Balanced accuracies weight pairs such that guesses without the
+document are right half the time: from the word alone, and those of `blind`. And an encoder is asked
+again with the document of another pair: what it has above 50 % it has from the queries alone.
 
 The temperature has the best MRR of in-batch negatives on the validation files. What is measured
-goes to results/minimal_pairs.json at once and is not repeated; --table prints it again. Other
-corpora, --limit and --epochs have a file of their own, in --out.
+goes to results/minimal_pairs.json at once and is not repeated.
 """
 
 import dataclasses
+import functools
 import random
-import sys
-import time
 from collections import Counter
-from pathlib import Path
 
+import code_corpus
+import code_search
+import common
+import tables
 import torch
+from code_corpus import LONGEST, WORDS, Part, Texts, lay
+from code_search import DIM, SEARCH, evaluate, idf_of
+from rows import DOUBLED, SETTINGS
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import hardneg
-from benchmarks import code_corpus, code_search
-from benchmarks.code_corpus import LONGEST, WORDS, Part, Texts
-from benchmarks.code_search import (
-    DIM,
-    SEARCH,
-    SETTINGS,
-    Results,
-    evaluate,
-    idf_of,
-)
-from training import report
 
-RECORD = Path(__file__).resolve().parent / "results" / "minimal_pairs.json"
 TEMPERATURES = (0.05, 0.1, 0.2)
 RATE = 0.004  # no better MRR on the validation files, to 0.2, at half or twice the rate
 BLIND_EPOCHS, BLIND_RATE = 10, 0.002  # the epoch that is best on the validation files counts
@@ -63,22 +52,6 @@ OPPOSITES = """
     local/global local/remote public/private inner/outer include/exclude numerator/denominator
     addition/subtraction multiply/divide sum/product union/intersection sine/cosine valid/invalid
     absolute/relative success/failure"""
-ROWS = {  # order: whether the encoder sees it; swapped, random: candidates that join
-    "in-batch": dict(),
-    "+ swapped": dict(extra="swapped"),
-    "+ random": dict(extra="random"),
-    "+ swapped, hcl": dict(extra="swapped", loss="hcl"),
-    "bag, in-batch": dict(order=False),
-    "bag, + swapped": dict(order=False, extra="swapped"),
-}
-MEASURES = {
-    "all": "two-way",
-    "words": "words balanced",
-    "blind": "blind balanced",
-    "other": "other document",
-    "mrr": "MRR",
-}
-BALANCED = ("words", "blind")
 
 
 # ---- Pairs -------------------------------------------------------------------------------------
@@ -91,18 +64,6 @@ class Doubles:
     index: Tensor  # (S,), the sample of each
     texts: Texts
     words: Tensor  # (S, 2), the word of the true query, and that of the double
-
-    def of(self, samples: Tensor) -> Tensor:
-        """Find the doubles of some samples, in no order."""
-        return torch.isin(self.index, samples).nonzero()[:, 0]
-
-
-def ordered(texts: list[Tensor]) -> Texts:
-    """Lay the words of texts behind one another, in the order in which they are read."""
-    known = [tokens[:LONGEST][tokens[:LONGEST] < WORDS] for tokens in texts]
-    words = torch.cat(known)
-    lengths = torch.tensor([0] + [len(tokens) for tokens in known])
-    return Texts(words, torch.ones(len(words)), lengths.cumsum(0))
 
 
 def opposites_of(vocabulary: list[str]) -> dict[int, list[int]]:
@@ -132,7 +93,7 @@ def doubles_of(part: Part, opposites: dict[int, list[int]]) -> Doubles:
             index.append(k)
             texts.append(tokens.masked_fill(tokens == word, other))
             words.append((word, other))
-    return Doubles(torch.tensor(index), ordered(texts), torch.tensor(words))
+    return Doubles(torch.tensor(index), lay(texts, in_order=True), torch.tensor(words))
 
 
 # ---- Training ----------------------------------------------------------------------------------
@@ -171,8 +132,8 @@ class Encoder(code_search.Encoder):
 class Run(code_search.Run):
     """Train an encoder by a row's settings."""
 
-    def __init__(self, part: Part, doubles: Doubles, settings: dict, epochs: int, seed: int):
-        super().__init__(part, settings, epochs, seed)
+    def __init__(self, part: Part, doubles: Doubles, settings: dict, seed: int):
+        super().__init__(part, settings, seed)
         self.doubles = doubles
         self.encoder = Encoder(idf_of(part), seed, settings["order"])
 
@@ -199,13 +160,11 @@ class Run(code_search.Run):
             positive_index=own,
             **self.options_of_loss(b - 1),
         )
-        self.optimizer.zero_grad()
-        (from_documents + from_queries).backward()
-        self.optimizer.step()
+        common.descend(from_documents + from_queries, self.optimizer)
 
     def more_queries(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Embed the queries that join those of a batch → (S, DIM), and the samples they are of."""
-        doubles = self.doubles.of(index)
+        doubles = torch.isin(self.doubles.index, index).nonzero()[:, 0]
         if self.settings["extra"] == "swapped":
             samples = torch.full((len(doubles),), -1)  # of none: negatives of their own document
             return self.encoder.queries(self.doubles.texts, doubles), samples
@@ -240,9 +199,7 @@ def train_blind(data: dict, seed: int) -> Tensor:
     for _ in range(BLIND_EPOCHS):
         for which in torch.randperm(len(doubles.index), generator=generator).split(128):
             loss = F.softplus(-blind(part, doubles, which)).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            common.descend(loss, optimizer)
         found = {}
         for name in ("validation", "test"):
             every = torch.arange(len(data[name][1].index))
@@ -313,111 +270,55 @@ def by_count(part: Part, doubles: Doubles) -> Tensor:
 # ---- Runs and results --------------------------------------------------------------------------
 
 
-class Study:
-    """Train what is not recorded yet, first to choose the temperature, then to compare rows."""
+def compare(record: code_search.Record, data: dict, seeds: int) -> None:
+    """Choose the temperature, then measure all rows, the first seed of all before the next."""
+    part, doubles = data["test"]
+    weights = balances(doubles, train_blind(data, SEARCH))
+    sizes = {name: len(some.index) for name, (_, some) in data.items()}
+    balanced = {f"{name} balanced": weights[name].sum().item() for name in ("words", "blind")}
+    record.found["minimal pairs"] = sizes | balanced
 
-    def __init__(self, data: dict, epochs: int, results: Results):
-        self.data, self.epochs, self.results = data, epochs, results
-        self.weights = balances(data["test"][1], train_blind(data, SEARCH))
-        sizes = {name: len(doubles.index) for name, (_, doubles) in data.items()}
-        balanced = {f"{name} balanced": self.weights[name].sum().item() for name in BALANCED}
-        results.found["minimal pairs"] = sizes | balanced
+    alike = SETTINGS | {"order": True, "extra": None, "rate": RATE}
 
-    def run(self, seeds: int) -> None:
-        """Do all that is left to do, the first seed of all rows before the next."""
-        trained = len(TEMPERATURES) + seeds * len(ROWS)
-        with tqdm(total=trained * self.epochs, unit=" epochs") as self.bar:
-            tried = self.results.tried("temperature", "in-batch")
-            for temperature in TEMPERATURES:
-                if str(temperature) in tried:
-                    self.bar.update(self.epochs)
-                else:
-                    encoder = self.train("in-batch", settings_of("in-batch", temperature), SEARCH)
-                    tried[str(temperature)] = evaluate(encoder, self.data["validation"][0])["mrr"]
-                    self.results.write()
-            temperature = float(max(tried, key=tried.get))
-            self.once("count of words", {}, 0)
-            for seed in range(seeds):
-                self.once("blind", {"epochs": BLIND_EPOCHS, "rate": BLIND_RATE}, seed)
-                for row in ROWS:
-                    self.once(row, settings_of(row, temperature), seed)
+    def train(settings, seed):
+        run = Run(*data["train"], settings, seed)
+        return run.train(f"{settings['extra']}, t = {settings['temperature']}, seed {seed}")
 
-    def once(self, row: str, settings: dict, seed: int) -> None:
-        """Measure a row on the test files, unless that is recorded."""
-        about = {"row": row, "settings": settings, "seed": seed}
-        runs = self.results.found["runs"]
-        if any(about.items() <= run.items() for run in runs):
-            self.bar.update(self.epochs if row in ROWS else 0)
-            return
-        begin = time.process_time()
-        figures = self.measure(row, settings, seed)
-        seconds = time.process_time() - begin
-        runs.append(about | {"seconds": seconds} | figures)
-        self.results.write()
+    def tried(temperature):
+        encoder = train(alike | {"temperature": temperature}, SEARCH)
+        return evaluate(encoder, data["validation"][0])["mrr"]
 
-    def measure(self, row: str, settings: dict, seed: int) -> dict[str, float]:
-        """Train and measure a row."""
-        part, doubles = self.data["test"]
-        if row in ROWS:
-            encoder = self.train(row, settings, seed)
-            return judge(encoder, part, doubles, self.weights)
-        margins = train_blind(self.data, seed) if row == "blind" else by_count(part, doubles)
-        return {name: share_right(margins, weights) for name, weights in self.weights.items()}
+    def judged(settings, seed):
+        return judge(train(settings, seed), part, doubles, weights)
 
-    def train(self, row: str, settings: dict, seed: int) -> Encoder:
-        """Train an encoder."""
-        self.bar.set_description(f"{row}, t = {settings['temperature']}, seed {seed}")
-        return Run(*self.data["train"], settings, self.epochs, seed).train(self.bar)
+    def right(margins_of):
+        margins = margins_of()
+        return {name: share_right(margins, some) for name, some in weights.items()}
 
-
-def settings_of(row: str, temperature: float) -> dict:
-    """Complete a row's settings."""
-    chosen = {"temperature": temperature, "rate": RATE}
-    return SETTINGS | {"order": True, "extra": None} | ROWS[row] | chosen
-
-
-def table(results: Results) -> str:
-    """Write the results as two Markdown tables: means and standard deviations in percent, and
-    differences to in-batch negatives with the same encoder, paired by seed, with Student's interval
-    of 95 %."""
-    rows = {}
-    for run in results.found["runs"]:
-        rows.setdefault(run["row"], {})[run["seed"]] = run
-    figures = [["", *MEASURES.values(), "n", "seconds"]]
-    gains = [["over in-batch", *MEASURES.values(), "n"]]
-    for row, runs in rows.items():
-        values = [[run[name] for run in runs.values() if name in run] for name in MEASURES]
-        cells = [report.spread(column) if column else "" for column in values]
-        seconds = sum(run["seconds"] for run in runs.values()) / len(runs)
-        figures.append([row, *cells, str(len(runs)), f"{seconds:.0f}"])
-        sees_order = ROWS.get(row, {}).get("order", True)
-        baseline = rows.get("in-batch" if sees_order else "bag, in-batch", {})
-        shared = [seed for seed in runs if seed in baseline]
-        if row in ROWS and runs is not baseline and shared:
-            gaps = [[runs[k][name] - baseline[k][name] for k in shared] for name in MEASURES]
-            gains.append([row, *[report.gain(column) for column in gaps], str(len(shared))])
-    return f"{report.markdown(figures)}\n\n{report.markdown(gains)}"
+    temperature = record.choose("temperature", "in-batch", TEMPERATURES, tried)
+    counted = functools.partial(by_count, part, doubles)
+    record.once("count of words", {}, 0, functools.partial(right, counted))
+    for seed in range(seeds):
+        blind = functools.partial(train_blind, data, seed)
+        about = {"epochs": BLIND_EPOCHS, "rate": BLIND_RATE}
+        record.once("blind", about, seed, functools.partial(right, blind))
+        for row in DOUBLED:
+            settings = alike | DOUBLED[row] | {"temperature": temperature}
+            record.once(row, settings, seed, functools.partial(judged, settings, seed))
 
 
 def main():
     """Train what is not recorded yet, and print the tables."""
-    args = code_search.parser_of(__doc__).parse_args()
-    if args.table:
-        print(table(Results(RECORD, {})))
-        return
-    corpus = code_corpus.load(args.out)
-    path = code_search.path_of(RECORD, corpus, args)
-    about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
-    results = Results(path, {"corpus": about})
-    results.found.pop("bm25", None)
-    opposites = opposites_of(corpus["vocabulary"])
-    data = {}
-    for name, part in code_corpus.split(corpus, args.limit).items():
-        queries, documents = [ordered(texts) for texts in part.tokens]
-        in_order = Part(queries, documents, part.files, part.tokens)
-        data[name] = in_order, doubles_of(part, opposites)
-    Study(data, args.epochs, results).run(args.seeds)
-    print(f"{table(results)}\n\nin {path}")
+    args = code_search.arguments(__doc__, "minimal_pairs")
+    if not args.show:
+        corpus, data = code_corpus.load(args.out), {}
+        opposites = opposites_of(corpus["vocabulary"])
+        for name, part in code_corpus.split(corpus).items():
+            queries, documents = [lay(texts, in_order=True) for texts in part.tokens]
+            in_order = Part(queries, documents, part.files, part.tokens)
+            data[name] = in_order, doubles_of(part, opposites)
+        compare(code_search.Record(args.record, corpus), data, args.seeds)
+    print(tables.pairs(args.record))
 
 
 if __name__ == "__main__":

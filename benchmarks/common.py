@@ -1,0 +1,40 @@
+"""What the programs of this folder share: their flags and their records."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from training import runs
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def parser_of(about: str) -> argparse.ArgumentParser:
+    """Make a parser of a program's flags, from its docstring; --show prints what is recorded."""
+    parser = argparse.ArgumentParser(description=about.split("\n\n")[0])
+    parser.add_argument("--show", action="store_true", help="print the record, measure nothing")
+    return parser
+
+
+def read(name: str) -> dict:
+    """Read a record, by its name."""
+    return json.loads(path_of(name).read_text())
+
+
+def write(name: str, content: dict) -> None:
+    """Write a record in one move: whoever stops the program leaves the old one or the new."""
+    runs.write(path_of(name), (json.dumps(content) + "\n").encode())
+
+
+def path_of(name: str) -> Path:
+    """Return the file of a record."""
+    return RESULTS / f"{name}.json"
+
+
+def descend(loss, optimizer) -> None:
+    """Take a step of an optimizer."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
