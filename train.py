@@ -11,7 +11,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 # threads that wait for work sleep: beside another job, spinning would cost most of the time
@@ -20,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 import hardneg
-from training import UserError, baselines, compare, flag_of, report, require, runs
+from training import baselines, compare, flag_of, report, require, runs
 from training.images import KNOWN, TORCHVISION, Images, read
 
 # ---- Options -----------------------------------------------------------------------------------
@@ -110,7 +109,7 @@ LOOKS |= dict.fromkeys(("tau_plus", "debias"), OF_LOGITS)
 LOOKS |= dict.fromkeys(("beta", "anneal"), {"tilted"})
 LOOKS |= dict.fromkeys(("alpha", "lead_in"), {"top"})
 LOOKS |= dict.fromkeys(("epsilon", "cost", "kappa"), {"transported"})
-MISTAKES = UserError, OSError, hardneg.InvalidArgument, FloatingPointError, torch.OutOfMemoryError
+MISTAKES = hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError
 
 
 class Options(argparse.Namespace):
@@ -190,10 +189,9 @@ def parse(argv: list[str]) -> dict:
 # ---- One run, from images to a table -----------------------------------------------------------
 
 
-def run(options: Options, images: Images | None = None, known=None, make=None) -> dict:
+def run(options: Options, images: Images | None = None, known: dict | None = None) -> dict:
     """Train an encoder, measure it, save what was found → the content of results.json.
-    Several runs may share images, and the figures that `report.measure` knows. make: as
-    `make_method`, for a method of one's own."""
+    Several runs may share images, and the figures that `report.measure` knows."""
     with runs.alone(options.out):
         results = runs.finished(options)
         if results is not None:
@@ -203,7 +201,7 @@ def run(options: Options, images: Images | None = None, known=None, make=None) -
         images = images or read(options)
         settings = options.of_the_run()
         print(", ".join(f"{name} {settings[name]}" for name in CRITERION if name in settings))
-        encoder, training = build(options, images, make or make_method)
+        encoder, training = build(options, images)
         state = runs.restore(training, options)
         learn(options, training, state, images)
         results = {name: getattr(options, name) for name in FACTS}
@@ -220,7 +218,7 @@ def run(options: Options, images: Images | None = None, known=None, make=None) -
         return results
 
 
-def build(options: Options, images: Images, make: Callable) -> tuple:
+def build(options: Options, images: Images) -> tuple:
     """Make the encoder and its training as the options say."""
     criterion = hardneg.ContrastiveLoss(**{name: getattr(options, name) for name in CRITERION})
     encoder = runs.untrained(options.encoder, images, options.seed)
@@ -234,7 +232,7 @@ def build(options: Options, images: Images, make: Callable) -> tuple:
     training = hardneg.Training(
         encoder,
         images.train,
-        make(options, criterion, encoder, images),
+        make_method(options, criterion, encoder, images),
         schedules=schedules,
         **{name: getattr(options, name) for name in OF_TRAINING},
     )
@@ -331,7 +329,7 @@ def check(options: Options) -> None:
         torch.empty(0, device=options.device)
     except (RuntimeError, AssertionError) as error:
         message = f"--device {options.device} cannot be used here; try --device cpu"
-        raise UserError(message) from error
+        raise hardneg.InvalidArgument(message) from error
     wanted = f"shapes, {', '.join(TORCHVISION)}, or a folder that exists"
     require(options.data in KNOWN or Path(options.data).is_dir(), "--data", options.data, wanted)
     for name, (least, most) in LIMITS.items():
@@ -344,7 +342,7 @@ def check(options: Options) -> None:
     small = options.but(compile=False)
     if options.method == "queue":
         small.queue_size = min(1, options.queue_size)
-    build(small, Images(blank, labels, blank, labels, []), make_method)
+    build(small, Images(blank, labels, blank, labels, []))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+
+import hardneg
 from training import runs
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -31,6 +34,14 @@ def write(name: str, content: dict) -> None:
 def path_of(name: str) -> Path:
     """Return the file of a record."""
     return RESULTS / f"{name}.json"
+
+
+def encoder_of(folder: Path) -> hardneg.Encoder:
+    """Read the trained encoder of a run."""
+    state = runs.read_checkpoint(folder, "cpu")
+    encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
+    encoder.load_state_dict(state["training"]["encoder"])
+    return encoder.to(memory_format=torch.channels_last)
 
 
 def descend(loss, optimizer) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import hardneg
 import train
-from training import compare, images, report, runs
+from training import compare, images, report
 
 TEMPERATURES = [float(t) for t in SHARED["t"]]
 BY_T = {"cifar10-t": "CIFAR-10", "tiny-t": "Tiny ImageNet"}
@@ -219,7 +219,7 @@ def sample(folder: str) -> tuple[Tensor, Tensor]:
 
 def embeddings(folder: Path, pixels: Tensor) -> Tensor:
     """Embed images by the encoder of a run → unit rows."""
-    encoder = runs.encoder_of(runs.read_checkpoint(folder, "cpu"))
+    encoder = common.encoder_of(folder)
     return hardneg.unit(hardneg.embed(encoder, pixels)[1])
 
 

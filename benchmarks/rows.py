@@ -85,12 +85,10 @@ batch on cifar10, seeds 0 1 2: --fraction 0.2 --epochs 12 --lr 0.002
     hcl-{size}: --loss hcl --temperature 0.2 --beta 0.5 --tau-plus 0.01 --batch-size {size}
     {size} = 32 128 512
 beta on cifar10, seeds 0 1 2: {SHORT} --temperature 0.2
-    # [1], App. C: β annealed, and true positives
+    # [1], App. C: β annealed
     simclr: --loss simclr
-    simclr-true: --loss simclr --true-positives
     hcl-{b}: --loss hcl --beta {b} --tau-plus 0.01
     hcl-{b}-annealed: --loss hcl --beta {b} --tau-plus 0.01 --anneal
-    hcl-{b}-true: --loss hcl --beta {b} --tau-plus 0.01 --true-positives
     {b} = 0.5 1 2
 epsilon-tau on cifar10, seeds 100: {SHORT} --temperature 0.2
     # [2], VII-A

@@ -37,7 +37,7 @@ def study(name, folders, out):
         run = train.run(options, of_folder, known)
         run["data"] = run["options"]["data"] = data
         if name in MEASURED_AFTER:
-            encoder = runs.encoder_of(runs.read_checkpoint(options.out, "cpu"))
+            encoder = common.encoder_of(options.out)
             MEASURED_AFTER[name](run, encoder, str(folders[data]))
         found.setdefault(row, []).append(run)
         best_first = sorted(found.items(), key=compare.linear_of_row, reverse=True)
@@ -136,7 +136,7 @@ def main():
     for name in args.studies:
         if not args.show:
             study(name, folders, args.out)
-        print(f"{name}\n{tables.of_study(name)}\n\n{compare.verdict(common.read(name))}\n")
+        print(f"{name}\n{tables.of_study(name)}\n")
 
 
 if __name__ == "__main__":

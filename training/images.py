@@ -18,7 +18,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import functional as T
 from tqdm import tqdm
 
-from training import UserError, require
+from hardneg import InvalidArgument
+from training import require
 
 BICUBIC = T.InterpolationMode.BICUBIC
 
@@ -222,7 +223,7 @@ def from_torchvision(name: str, root: str, size: int | None) -> tuple:
     except Exception as error:  # no network, a full disk, a broken archive: of many types
         message = f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
         message += f"of {kind} there, or name a folder of images"
-        raise UserError(message) from error
+        raise InvalidArgument(message) from error
     size = size or side_of(train)
     classes = [str(name) for name in getattr(train, "classes", range(10))]
     return source_of(train, size), source_of(test, size), classes

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hardneg
+from training import require
 
 
 def knn_accuracy(
@@ -93,6 +94,5 @@ def tolerance(z: Tensor, labels: Tensor) -> Tensor:
 
 def _check_labels(name, labels):
     """Check that labels are classes: 0, 1, …"""
-    if len(labels) > 0 and labels.min() < 0:
-        message = f"{name} is from {int(labels.min())} on; "
-        raise hardneg.InvalidArgument(message + "it must be at least 0: numbers of classes")
+    least = int(labels.amin()) if len(labels) else 0
+    require(least >= 0, name, f"from {least} on", "at least 0: numbers of classes")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import UserError, flag_of, require
+from training import flag_of, require
 from training.images import Images
 
 try:
@@ -66,7 +66,7 @@ def alone(folder: Path):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             message = f"--out is {folder}, where another run is at work; name another"
-            raise UserError(message) from None
+            raise hardneg.InvalidArgument(message) from None
         except OSError:  # a file system without locks: two runs in one folder go unnoticed
             pass
         yield
