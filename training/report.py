@@ -3,6 +3,7 @@
 import base64
 import html
 import io
+import itertools
 import math
 import shlex
 import string
@@ -14,6 +15,7 @@ import torch
 from matplotlib import pyplot as plt
 from scipy import special
 from torch import Tensor
+from torchvision.utils import make_grid
 
 import hardneg
 from training import readouts, runs, words_of
@@ -190,8 +192,8 @@ $pictures<h2>The command that repeats this run</h2><pre>$command</pre></html>
 
 
 def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
-    """Draw what a run of `train.Options` has learned, from some 2000 test images: report.html."""
-    some = at_most(images, 2000)
+    """Draw what a run of `train.Options` has learned, from some 1000 test images: report.html."""
+    some = at_most(images, 1000)
     test, labels = some.test, some.test_labels
     first = runs.untrained(options.encoder, images, options.seed)
     z = {"untrained": hardneg.embed(first, test)[1], "trained": hardneg.embed(encoder, test)[1]}
@@ -267,18 +269,26 @@ def draw_nearest(
     if len(chosen) == 1:  # no classes
         chosen = range(min(4, len(labels)))
     columns = min(columns, len(labels) - 1)
-    figure = plt.figure(figsize=(6, 2 * len(chosen)), layout="constrained")
-    axes = figure.subplots(2 * len(chosen), columns + 1, squeeze=False)
-    for turn, (name, z) in enumerate(embeddings.items()):
-        cosines = (z @ z.T).fill_diagonal_(-math.inf)
-        weights = weights_of(z, options)
-        for row, anchor in enumerate(chosen):
-            line = axes[2 * row + turn]
-            _show(line[0], test[anchor], name)
-            nearest = cosines[anchor].topk(columns).indices.tolist()
-            for axis, k in zip(line[1:], nearest, strict=True):
-                is_false = bool(labels[k] == labels[anchor] >= 0)
-                _show(axis, test[k], f"{weights[anchor, k]:.2g}", "C1" if is_false else "k")
+    weights = {name: weights_of(z, options) for name, z in embeddings.items()}
+    shown, titles = [], []
+    for anchor, (name, z) in itertools.product(chosen, embeddings.items()):
+        cosines = z @ z[anchor]
+        cosines[anchor] = -math.inf
+        nearest = cosines.topk(columns).indices.tolist()
+        shown += [anchor] + nearest
+        titles += [(name, "k")]
+        for k in nearest:
+            is_false = bool(labels[k] == labels[anchor] >= 0)
+            titles.append((f"{weights[name][anchor, k]:.2g}", "C1" if is_false else "k"))
+    gap = test.shape[-1] // 4
+    pitch = test.shape[-1] + gap
+    grid = make_grid(test[shown].cpu(), columns + 1, gap, pad_value=255)
+    figure, axis = plt.subplots(figsize=(7, 1.8 * len(chosen)), layout="constrained")
+    axis.imshow(grid.permute(1, 2, 0))
+    axis.axis("off")
+    for k, (title, color) in enumerate(titles):
+        row, column = divmod(k, columns + 1)
+        axis.text(gap + column * pitch, (row + 0.17) * pitch, title, fontsize=7, color=color)
     caption = "Left, an image; beside it its nearest others, the hardest negatives, with their "
     caption += "weights."
     if labels.max() >= 0:
@@ -298,12 +308,6 @@ def weights_of(z: Tensor, options) -> Tensor:
     log_n = torch.tensor(math.log(len(z) - 1))
     log_w, _ = hardneg.weigh(logits[:, :1], logits, log_n, potential, t, settled)
     return log_w.exp()
-
-
-def _show(axis, image, title, color="k"):
-    axis.imshow(image.permute(1, 2, 0).cpu().numpy())
-    axis.set_title(title, fontsize=8, color=color)
-    axis.axis("off")
 
 
 def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> tuple:
