@@ -284,7 +284,7 @@ def draw_nearest(
     pitch = test.shape[-1] + gap
     grid = make_grid(test[shown].cpu(), columns + 1, gap, pad_value=255)
     figure, axis = plt.subplots(figsize=(7, 1.8 * len(chosen)), layout="constrained")
-    axis.imshow(grid.permute(1, 2, 0))
+    axis.imshow(grid.permute(1, 2, 0).numpy())
     axis.axis("off")
     for k, (title, color) in enumerate(titles):
         row, column = divmod(k, columns + 1)
