@@ -6,7 +6,6 @@ and checkpoint.pt. From Python: train.run(train.Options(loss="hard", alpha=0.3))
 """
 
 import argparse
-import functools
 import os
 import sys
 import time
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 import hardneg
 from training import baselines, compare, flag_of, report, require, runs
-from training.images import KNOWN, TORCHVISION, Images, read
+from training.images import TORCHVISION, Images, read, shapes
 
 # ---- Options -----------------------------------------------------------------------------------
 
@@ -36,31 +35,30 @@ METHODS = {"simclr": {}, "bank": {"momentum": 0.8, "epochs": 24} | SMALL}
 METHODS["queue"] = {"momentum": 0.9, "queue_size": 64, "epochs": 24} | SMALL
 METHODS["clae"] = {"bound": 0.005}
 METHODS["diffhard"] = dict(loss="ppcl", pairs=True, ascent=True, momentum=0.99, pretrain=2)
-METHODS["diffhard"] |= dict(every=8, width=8, latent=64, gan_lr=4e-4, ascent_lr=1e-4, epochs=6)
-METHODS["diffhard"] |= SMALL
+METHODS["diffhard"] |= dict(every=8, width=8, latent=64, epochs=6) | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
 BEST = hardneg.DEFAULTS
 # what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
 VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
 VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Name: type or choices, default, what it is. None is filled in: by TABLES, by the loss, by itself.
+# Before a colon: the weights and objectives that look at an option; without one, all do.
 # To add an option: a line here, and a use of it below.
 FLAGS = {
     "loss": (hardneg.PRESETS, "hcl", "weights and objective"),
     "weights": (hardneg.WEIGHTS, None, "of negatives, if not the loss's"),
     "objective": (hardneg.OBJECTIVES, None, "of the loss, if not the loss's"),
-    "temperature": (float, BEST["temperature"], "divides cosines, above 0"),
-    "tau_plus": (float, None, "false negatives' share [1]; None: 0, for debiased 1/(N + 1)"),
-    "detach_weights": (bool, None, "no gradient through weights; None: ot alone"),
-    "debias": (("published", "exact"), "published", "estimate of debiasing"),
-    "beta": (float, BEST["beta"], "hcl: concentration on near negatives [1]"),
-    "anneal": (bool, False, "hcl: lower beta to a fifth in five steps over the run"),
-    "epsilon": (float, BEST["epsilon"], "ot: regularisation, in units of the cost [2]"),
-    "cost": (("sqeuclidean", "exp"), "sqeuclidean", "ot: of the coupling"),
-    "kappa": (float, 0.0, "ot: κ of the cost exp"),
-    "alpha": (float, BEST["alpha"], "hard: share of nearest kept [4]"),
-    "lead_in": (bool, True, "hard: lower the share from 1 to alpha at first"),
+    "temperature": (float, BEST["temperature"], "tilted, nce, ppcl, decoupled: divides cosines"),
+    "tau_plus": (float, None, "nce, ppcl, decoupled: share of false negatives [1]"),
+    "detach_weights": (bool, None, "tilted, transported: no gradient through weights"),
+    "debias": (("published", "exact"), "published", "nce, ppcl, decoupled: estimate of debiasing"),
+    "beta": (float, BEST["beta"], "tilted: concentration on near negatives [1]"),
+    "anneal": (bool, False, "tilted: lower beta to a fifth in five steps over the run"),
+    "epsilon": (float, BEST["epsilon"], "transported: regularisation, in units of the cost [2]"),
+    "cost": (("sqeuclidean", "exp"), "sqeuclidean", "transported: of the coupling"),
+    "kappa": (float, 0.0, "transported: κ of the cost exp"),
+    "alpha": (float, BEST["alpha"], "top: share of nearest kept [4]"),
+    "lead_in": (bool, True, "top: lower the share from 1 to alpha at first"),
     "margin": (float, 0.0, "triplet: a squared distance, at least 0"),
     "method": (METHODS, "simclr", "candidates: a batch; bank [4], queue, clae, diffhard [3]"),
     "data": (str, "shapes", f"shapes, {', '.join(TORCHVISION)}, or a folder of images"),
@@ -75,41 +73,22 @@ FLAGS = {
     "batch_size": (int, None, "images in a batch, at most"),
     "micro_batch": (int, None, "views in one pass, to save memory; None: all"),
     "lr": (float, None, "peak learning rate, above 0"),
-    "weight_decay": (float, None, "of the encoder"),
     "compile": (bool, False, "compile the encoder: a slow start, then faster on a GPU"),
     "seed": (int, 0, "of weights, order and views"),
-    "device": (str, DEVICE, "cpu, cuda or cuda:1"),
+    "device": (str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:1"),
     "out": (Path, None, "output folder; None: runs/DATA-METHOD-LOSS-SEED"),
     "report": (bool, True, "end with pictures of what was learned, in OUT/report.html"),
     "overwrite": (bool, False, "replace the run in OUT, finished or stopped"),
-    "momentum": (float, None, "bank, queue, diffhard: of the rows, of the slow copy"),
-    "queue_size": (int, None, "earlier embeddings in the queue, fewer than images"),
-    "bound": (float, None, "clae: largest change of a pixel, in (0, 1)"),
-    "pairs": (bool, None, "diffhard: images by G and its slow copy are positives; no: G+Hard"),
-    "ascent": (bool, None, "diffhard: G ascends the loss; no: G+Pos, without pairs CL-GAN"),
-    "pretrain": (int, None, "diffhard: epochs of the game before the encoder's"),
-    "every": (int, None, "diffhard: steps of the encoder per step of the generator"),
-    "width": (int, None, "diffhard: channels at full size: 8 for a CPU, 64 for a GPU"),
-    "latent": (int, None, "diffhard: dimensions of a latent"),
-    "gan_lr": (float, None, "diffhard: learning rate of generator and discriminator"),
-    "ascent_lr": (float, None, "diffhard: peak rate of the ascent: higher is harder"),
 }
+OF_METHODS = {k: type(x) for row in METHODS.values() for k, x in row.items() if k not in FLAGS}
+FLAGS |= {k: (kind, None, "of the method, as its class says") for k, kind in OF_METHODS.items()}
+LOOK = {name: text.split(": ")[0].split(", ") for name, (*_, text) in FLAGS.items() if ": " in text}
 BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out overwrite".split()
 CRITERION = [name for name in FLAGS if name in hardneg.DEFAULTS]
-OF_METHODS = list(FLAGS)[list(FLAGS).index("momentum") :]
-OF_TRAINING = "recipe epochs batch_size lr weight_decay micro_batch seed".split()
+OF_TRAINING = "recipe epochs batch_size lr micro_batch seed".split()
 FREE = "out device root report overwrite compile".split()  # may change in a run
 FACTS = "loss method data seed epochs device".split()  # of results.json
-LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9)}
-LIMITS |= dict.fromkeys(("weight_decay", "seed", "gan_lr", "ascent_lr"), (0, 10**9))
-OF_LOGITS = set(hardneg.OF_LOGITS)
-LOOKS = {"temperature": OF_LOGITS | {"tilted"}, "margin": {"triplet"}}  # who look at an option
-LOOKS["detach_weights"] = {"tilted", "transported"}
-LOOKS |= dict.fromkeys(("tau_plus", "debias"), OF_LOGITS)
-LOOKS |= dict.fromkeys(("beta", "anneal"), {"tilted"})
-LOOKS |= dict.fromkeys(("alpha", "lead_in"), {"top"})
-LOOKS |= dict.fromkeys(("epsilon", "cost", "kappa"), {"transported"})
-MISTAKES = hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError
+LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9), "seed": (0, 10**9)}
 
 
 class Options(argparse.Namespace):
@@ -117,19 +96,13 @@ class Options(argparse.Namespace):
 
     def __init__(self, **given):
         given = {name: value for name, value in given.items() if value is not None}
-        for name, value in given.items():
-            choices = FLAGS[name][0]
-            if not isinstance(choices, type):
-                require(value in choices, flag_of(name), value, f"one of {', '.join(choices)}")
         chosen = {name: default for name, (_, default, _) in FLAGS.items()} | given
         of_method, of_recipe = METHODS[chosen["method"]], hardneg.RECIPES[chosen["recipe"]]
         loss = (chosen | of_method | given)["loss"]
         chosen["weights"], chosen["objective"], _ = hardneg.PRESETS[loss]
         chosen |= of_recipe | LOSSES.get(loss, {}) | of_method
-        if chosen["recipe"] != "adamw":
-            chosen |= of_recipe  # the tables suit adamw
-        if of_method.get("pairs") and given.get("pairs", True) and chosen["objective"] == "nce":
-            chosen["objective"] = "ppcl"  # nce knows no generated pairs
+        if chosen["recipe"] != "adamw":  # the tables suit adamw
+            chosen |= of_recipe
         super().__init__(**chosen | given)
         self.out = Path(self.out or runs.folder_of(self, f"{loss}-{self.seed}"))
 
@@ -141,19 +114,12 @@ class Options(argparse.Namespace):
         """Whether the loss and the method of this run look at an option."""
         if name in OF_METHODS:
             return name in METHODS[self.method]
-        return name not in LOOKS or bool(LOOKS[name] & {self.weights, self.objective})
-
-    def passes(self) -> int:
-        """Count how often a run sees the images."""
-        return self.epochs + (self.pretrain if self.has_effect("pretrain") else 0)
+        return name not in LOOK or not {self.weights, self.objective}.isdisjoint(LOOK[name])
 
     def of_the_run(self) -> dict:
         """List what makes a run what it is: this has to stay when the run goes on."""
         names = [name for name in FLAGS if name not in FREE and self.has_effect(name)]
-        known = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        if self.data not in KNOWN:  # one folder has many spellings
-            known["data"] = str(Path(self.data).resolve())
-        return known
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def parse(argv: list[str]) -> dict:
@@ -161,8 +127,7 @@ def parse(argv: list[str]) -> dict:
     # without a usage, a mistake is one line
     parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
     parser.description = __doc__.split("\n\n")[0]
-    parser.epilog = "[1] HCL, Robinson 2021; [2] HCL-OT, Jiang 2023; "
-    parser.epilog += "[3] DiffHard, Wu 2023; [4] Wang & Liu 2021"
+    parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
     parser.add_argument("--help-all", action="help", help="explain all flags")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     parser.add_argument("--compare", nargs="+", **losses, help="train with each, and compare")
@@ -205,8 +170,7 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         state = runs.restore(training, options)
         learn(options, training, state, images)
         results = {name: getattr(options, name) for name in FACTS}
-        results["seconds"] = round(state["seconds"], 1)
-        results["options"] = settings
+        results |= {"seconds": round(state["seconds"], 1), "options": settings}
         results["history"] = state["history"]
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
         report.print_table(results)
@@ -226,16 +190,12 @@ def build(options: Options, images: Images) -> tuple:
         encoder.compile()
     schedules = {}
     if options.anneal and options.weights == "tilted":
-        schedules["beta"] = functools.partial(hardneg.annealed_beta, beta=options.beta)
+        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, options.beta)
     if options.lead_in and options.weights == "top":
-        schedules["alpha"] = functools.partial(hardneg.lead_in, alpha=options.alpha)
-    training = hardneg.Training(
-        encoder,
-        images.train,
-        make_method(options, criterion, encoder, images),
-        schedules=schedules,
-        **{name: getattr(options, name) for name in OF_TRAINING},
-    )
+        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, options.alpha)
+    method = make_method(options, criterion, encoder, images)
+    settings = {name: getattr(options, name) for name in OF_TRAINING}
+    training = hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)
     return encoder, training
 
 
@@ -243,31 +203,29 @@ def make_method(options: Options, criterion, encoder, images: Images) -> hardneg
     """Make the method of training that the options name."""
     size = images.train.shape[-1]
     blurred = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
-    views = blurred | VIEWS[options.views]
+    views = {"view_options": blurred | VIEWS[options.views]}
+    own = {name: getattr(options, name) for name in OF_METHODS if options.has_effect(name)}
     if options.method == "bank":
-        return hardneg.Bank(criterion, encoder, images.train, options.momentum, views)
+        return hardneg.Bank(criterion, encoder, images.train, **own, **views)
     if options.method == "queue":
-        settings = options.queue_size, options.momentum, views
-        return baselines.Queue(criterion, encoder, images.train, *settings)
+        return baselines.Queue(criterion, encoder, images.train, **own, **views)
     if options.method == "clae":
-        return baselines.CLAE(criterion, options.bound, views)
+        return baselines.CLAE(criterion, **own, **views)
     if options.method == "diffhard":
-        names = ("width", "latent", "pairs", "ascent", "momentum", "pretrain", "every", "ascent_lr")
-        settings = {name: getattr(options, name) for name in names}
-        game = hardneg.Game(size, lr=options.gan_lr, **settings)
-        return hardneg.DiffHard(criterion, game, views)
-    return hardneg.SimCLR(criterion, views)
+        return hardneg.DiffHard(criterion, hardneg.Game(size, **own), **views)
+    return hardneg.SimCLR(criterion, **views)
 
 
 def learn(options: Options, training: hardneg.Training, state: dict, images: Images) -> None:
     """Train to the end with a progress bar.
     After each epoch, and each minute, save all that the run needs to go on."""
     n, seen = len(training.images), state["seen"]
-    start = saved = time.perf_counter()
-    before = state["seconds"]
+    saved = time.perf_counter()
+    start = saved - state["seconds"]
     done = training.method.pretrain + training.epoch
+    total = training.method.pretrain + training.epochs
     first = n * done + n * training.step_in_epoch // training.steps_per_epoch
-    with tqdm(total=n * options.passes(), initial=first, unit=" images", mininterval=1) as bar:
+    with tqdm(total=n * total, initial=first, unit=" images", mininterval=1) as bar:
         for figures in training:
             seen.append(figures)
             shown = bar.update(figures["images"])  # at most once a second
@@ -280,7 +238,7 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
             if training.step_in_epoch == 0:
                 state["history"].append(report.summary(training, seen, images))
                 seen.clear()
-            state["seconds"] = before + now - start
+            state["seconds"] = now - start
             state |= {"args": options.of_the_run(), "training": training.state_dict()}
             runs.save_checkpoint(options.out, state)
             saved = time.perf_counter()
@@ -298,7 +256,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("\nStopped; the same command goes on, without --overwrite.", file=sys.stderr)
         sys.exit(130)
-    except MISTAKES as error:
+    except (hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -306,14 +264,12 @@ def main(argv: list[str] | None = None) -> None:
 def act(given: dict) -> None:
     """Check the options of a command, then do what it asks for."""
     losses, seeds = given.pop("compare", None), given.pop("seeds", 3)
-    if losses:
-        named = "loss" not in given
-        require(named, "--loss", given.get("loss"), "left out: --compare names losses")
+    both = losses and "loss" in given
+    require(not both, "--loss", given.get("loss"), "left out with --compare")
     rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
-            of = f"loss {', '.join(row.loss for row in rows)}, method {rows[0].method}"
-            print(f"{flag_of(name, value)} has no effect here ({of})")
+            print(f"{flag_of(name, value)} has no effect here")
     for row in rows:
         check(row)
     if losses:
@@ -324,25 +280,20 @@ def act(given: dict) -> None:
 
 
 def check(options: Options) -> None:
-    """Find mistakes in the options before anything slow: build the run for four blank images."""
+    """Find mistakes in the options before anything slow: build the run for four images."""
     try:
         torch.empty(0, device=options.device)
-    except (RuntimeError, AssertionError) as error:
-        message = f"--device {options.device} cannot be used here; try --device cpu"
-        raise hardneg.InvalidArgument(message) from error
-    wanted = f"shapes, {', '.join(TORCHVISION)}, or a folder that exists"
-    require(options.data in KNOWN or Path(options.data).is_dir(), "--data", options.data, wanted)
+    except (RuntimeError, AssertionError):
+        require(False, "--device", options.device, "one that this machine has, such as cpu")
     for name, (least, most) in LIMITS.items():
         value = getattr(options, name)
         fits = value is None or least <= value <= most
         require(fits, flag_of(name), value, f"from {least} to {most}")
-    size = options.size or 32
-    blank = torch.zeros(4, 3, size, size, dtype=torch.uint8, device=options.device)
-    labels = torch.arange(4, device=options.device) // 2
+    few = shapes(4, classes=2, size=options.size or 32)
     small = options.but(compile=False)
     if options.method == "queue":
         small.queue_size = min(1, options.queue_size)
-    build(small, Images(blank, labels, blank, labels, []))
+    build(small, Images(*few, *few, []))
 
 
 if __name__ == "__main__":

@@ -335,11 +335,7 @@ def main():
         if name in RECORDED:
             figure = RECORDED[name]()
         else:
-            some = images.at_most(
-                images.read(train.Options(data=args.cifar10, fraction=0.001)), 2000
-            )
-            order = torch.randperm(len(some.test), generator=torch.Generator().manual_seed(0))
-            figure = OF_ENCODERS[name](args.out, some.test[order], some.test_labels[order])
+            figure = OF_ENCODERS[name](args.out, *sample(args.cifar10))
         figure.savefig(common.RESULTS / f"{name}.png", dpi=110)
 
 

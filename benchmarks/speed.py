@@ -295,7 +295,7 @@ def losses(args) -> None:
         differences[name] = abs(gap.item())
     found = about(args.device, ["torch"] + list(PACKAGES.values()))
     found |= {"dim": DIM, "sizes": args.sizes, "rows": rows, "differences": differences}
-    common.write(args.record, found)
+    common.write(args.subject, found)
 
 
 def show_losses(found: dict) -> str:
@@ -435,7 +435,7 @@ def loop(args) -> None:
     found = about(args.device, ["torch"])
     found |= {"encoder": "small", "batch_size": len(batch), "rates": rates}
     found["of"] = {"training loop": "encoder alone"}
-    common.write(args.record, found)
+    common.write(args.subject, found)
 
 
 def show_loop(found: dict) -> str:
@@ -463,18 +463,16 @@ def main():
     parser.add_argument("subject", choices=SUBJECTS)
     parser.add_argument("--sizes", type=int, nargs="+", help="2B of losses, documents of mining")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--device", default=train.DEVICE)
+    parser.add_argument("--device", default=train.FLAGS["device"][1])
     parser.add_argument("--old", type=Path, metavar="FILE", help="another hardneg.py, for losses")
     parser.add_argument("--one", metavar="ROW", help="print the memory of one row alone")
-    parser.add_argument("--record", help="file of results/, or a path, less .json")
     args = parser.parse_args()
     args.sizes = args.sizes or SIZES.get(args.subject)
     args.rounds = args.rounds or ROUNDS[args.subject]
-    args.record = args.record or args.subject
     if not args.show:
         SUBJECTS[args.subject](args)
     if args.subject in SHOWN and not args.one:
-        print(SHOWN[args.subject](common.read(args.record)))
+        print(SHOWN[args.subject](common.read(args.subject)))
 
 
 if __name__ == "__main__":

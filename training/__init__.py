@@ -14,13 +14,3 @@ def flag_of(name: str, value: object = None) -> str:
     if value is False:
         name = f"no_{name}"
     return f"--{name.replace('_', '-')}"
-
-
-def words_of(options: dict) -> list[str]:
-    """Write options as words of a command line."""
-    words = []
-    for name, value in options.items():
-        words.append(flag_of(name, value))
-        if not isinstance(value, bool):
-            words.append(str(value))
-    return words

@@ -5,16 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean
 
-from matplotlib import pyplot as plt
-
 from training import report, require, runs
 from training.images import read
 
-BASELINES = "simclr", "SimCLR"
-
 
 def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
-    """Train what is not done yet of each row, and print and draw what came of it.
+    """Train what is not done yet of each row, and print what came of it.
     plan: the `train.Options` of a row's runs, one for each seed, as `plan_of` makes them.
     train(options, images, known) trains one of them, and returns its results."""
     in_order = list(seed_by_seed(plan))
@@ -28,7 +24,6 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     if images.classes:
         best_first = sorted(found.items(), key=linear_of_row, reverse=True)
         found = dict(best_first)
-        runs.write(out / "compare.png", report.png(draw(found)))
     runs.write_json(out / "compare.json", found)
     print(f"\n{table_of(found)}\n\nA difference whose interval includes 0 shows nothing.")
     print(f"saved in {out}/")
@@ -83,10 +78,8 @@ def table_of(found: dict[str, list]) -> str:
 
 def baseline_of(found: dict[str, list]) -> str:
     """Return the row that the others are compared with: SimCLR, or else the first."""
-    for name in BASELINES:
-        if name in found:
-            return name
-    return next(iter(found))
+    first = next(iter(found))
+    return next((name for name in ("simclr", "SimCLR") if name in found), first)
 
 
 def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
@@ -94,17 +87,3 @@ def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
     A seed that one row lacks, of a stopped study, is left out."""
     of_seed = {run["seed"]: run[figure] for run in other}
     return [run[figure] - of_seed[run["seed"]] for run in one if run["seed"] in of_seed]
-
-
-def draw(found: dict[str, list]) -> plt.Figure:
-    """Draw the linear accuracy of each row: bars are means, points seeds."""
-    figure, axis = plt.subplots(figsize=(9, 2 + 0.5 * len(found)), layout="constrained")
-    for name in reversed(found):
-        values = [run["linear"] for run in found[name]]
-        axis.barh(name, mean(values), alpha=0.6, color="C0")
-        axis.plot(values, [name] * len(values), "k.", ms=5)
-    untrained = next(iter(found.values()))[0]["untrained"]["linear"]
-    axis.axvline(untrained, color="k", ls=":", label="untrained encoder")
-    axis.set(xlabel="linear readout, % of test images")
-    axis.legend()
-    return figure

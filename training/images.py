@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -34,13 +34,6 @@ class Images(NamedTuple):
     classes: list[str]  # their names; empty if there are no classes
 
 
-class Source(NamedTuple):
-    """Hold images that are not decoded yet."""
-
-    labels: Tensor  # (n,)
-    read: Callable[[Tensor], tuple]  # indices → images uint8 (k, 3, H, W), labels (k,)
-
-
 def load(
     data: str = "shapes",
     root: str = "data",
@@ -56,19 +49,24 @@ def load(
     validation  test on every fifth training image of each class instead, which then is left out of
                 training: settings that are chosen on test images would look too good"""
     if data == "shapes":
-        train, test, classes = built_in(size or 32, seed)
+        size, classes = size or 32, SHAPES
+        train = shapes(8000, seed=seed, size=size)
+        test = shapes(2000, seed=seed + 10**6, size=size)
     elif data in TORCHVISION:
-        train, test, classes = from_torchvision(data, root, size)
+        train, test, classes = from_torchvision(data, root)
     else:
-        train, test, classes = from_folder(Path(data), size)
-    chosen = torch.arange(len(train.labels))
+        wanted = f"shapes, {', '.join(TORCHVISION)}, or a folder that exists"
+        require(Path(data).is_dir(), "--data", data, wanted)
+        train, test, classes = from_folder(Path(data))
+    labels, size = labels_of(train), size or side_of(train)
+    chosen = torch.arange(len(labels))
     if validation or test is None:
-        held = every_fifth(train.labels, classes)
+        held = every_fifth(labels, classes)
         test, tested, chosen = train, chosen[held], chosen[~held]
     else:
-        tested = torch.arange(len(test.labels))
-    chosen = chosen[share(train.labels[chosen], fraction, seed)]
-    images = Images(*train.read(chosen), *test.read(tested), classes)
+        tested = torch.arange(len(labels_of(test)))
+    chosen = chosen[share(labels[chosen], fraction, seed)]
+    images = Images(*decode(train, chosen, size), *decode(test, tested, size), classes)
     n, m = len(images.train), len(images.test)
     got = f"{data}, with {n} readable images to train on and {m} to test"
     wanted = "one with 2 of each or more; without test/, every fifth of a class is to test"
@@ -147,20 +145,6 @@ def polygon(a: Tensor, corners: int) -> Tensor:
 CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
 
 
-def built_in(size: int, seed: int) -> tuple:
-    """Draw 8000 shapes to train on and 2000 to test → sources, classes."""
-    sources = []
-    for n, own_seed in ((8000, seed), (2000, seed + 10**6)):
-        found = shapes(n, seed=own_seed, size=size)
-        sources.append(Source(found[1], functools.partial(taken, found)))
-    return sources[0], sources[1], SHAPES
-
-
-def taken(found: tuple, index: Tensor) -> tuple:
-    """Take some of images that are in memory, and their labels."""
-    return found[0][index], found[1][index]
-
-
 def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> tuple:
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
     classes: 2 to 10. Colours, place, scale, rotation and noise are random."""
@@ -211,11 +195,10 @@ TORCHVISION = {
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
-KNOWN = ["shapes"] + list(TORCHVISION)  # other names stand for folders
 
 
-def from_torchvision(name: str, root: str, size: int | None) -> tuple:
-    """Open one of torchvision's sets in the folder root, or download it → sources, classes."""
+def from_torchvision(name: str, root: str) -> tuple:
+    """Open one of torchvision's sets in the folder root, or download it → sets, classes."""
     kind, of_train, of_test = TORCHVISION[name]
     try:
         train = getattr(datasets, kind)(root, download=True, **of_train)
@@ -224,9 +207,7 @@ def from_torchvision(name: str, root: str, size: int | None) -> tuple:
         message = f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
         message += f"of {kind} there, or name a folder of images"
         raise InvalidArgument(message) from error
-    size = size or side_of(train)
-    classes = [str(name) for name in getattr(train, "classes", range(10))]
-    return source_of(train, size), source_of(test, size), classes
+    return train, test, [str(name) for name in getattr(train, "classes", range(10))]
 
 
 class Folder(datasets.ImageFolder):
@@ -248,23 +229,22 @@ class Folder(datasets.ImageFolder):
         return path.lower().endswith(IMG_EXTENSIONS) and not hidden
 
 
-def from_folder(folder: Path, size: int | None) -> tuple:
-    """Find the images of a folder, or of train/ and test/ (or val/) in it → sources, classes.
-    Without test/, the source of test images is None."""
+def from_folder(folder: Path) -> tuple:
+    """Find the images of a folder, or of train/ and test/ (or val/) in it → sets, classes.
+    Without test/, the set to test on is None."""
     places = []
     if (folder / "train").is_dir():
         places = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
         folder = folder / "train"
     train = Folder(folder)
-    size = size or side_of(train)
     for name, k in train.class_to_idx.items():
         require(k in train.targets or k < 0, "--data", folder / name, "a folder with images in it")
     if not places:
-        return source_of(train, size), None, train.classes
+        return train, None, train.classes
     test = Folder(places[0])
     wanted = f"a folder of train/'s classes, {train.classes}, not {test.classes}"
     require(test.classes == train.classes, "--data", places[0], wanted)
-    return source_of(train, size), source_of(test, size), train.classes
+    return train, test, train.classes
 
 
 def side_of(dataset) -> int:
@@ -276,16 +256,19 @@ def side_of(dataset) -> int:
     return 32
 
 
-def source_of(dataset, size: int) -> Source:
-    """Make a source of one of torchvision's datasets, whose images become squares."""
+def labels_of(dataset) -> Tensor:
+    """Return the labels of the shapes, or of one of torchvision's sets."""
+    if isinstance(dataset, tuple):
+        return dataset[1]
     labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
-    labels = torch.as_tensor(labels, dtype=torch.long)
-    return Source(labels, functools.partial(decode, dataset, size))
+    return torch.as_tensor(labels, dtype=torch.long)
 
 
-def decode(dataset, size: int, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode some images of a dataset → uint8 (n, 3, size, size), labels (n,).
+def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Decode some images of a set as squares → uint8 (n, 3, size, size), labels (n,).
     Broken ones are left out, and named."""
+    if isinstance(dataset, tuple):  # shapes are drawn, not read
+        return dataset[0][index], dataset[1][index]
 
     def item(k):
         try:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import hardneg
-from training import require
 
 
 def knn_accuracy(
@@ -25,7 +24,6 @@ def knn_accuracy(
     """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
     train (n, D), test (m, D), labels (n,), (m,). A k above n takes all n.
     The defaults are those of [1]'s code."""
-    _check_labels("train_labels", train_labels)
     train = hardneg.unit(train.float())
     members = F.one_hot(train_labels.long())  # (n, classes)
     right = 0
@@ -42,17 +40,12 @@ def knn_accuracy(
 
 @torch.inference_mode(False)  # it needs gradients, even where its caller wants none
 def linear_readout(
-    train: Tensor,
-    train_labels: Tensor,
-    test: Tensor,
-    test_labels: Tensor,
-    l2: float = 1e-3,
+    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, l2: float = 1e-3
 ) -> float:
     """Classify by logistic regression, mean cross-entropy + l2/2 ‖W‖² → accuracy in percent.
     train (n, D), test (m, D), labels (n,), (m,). The training set standardises the features.
     Nothing is random: L-BFGS solves the convex problem from zero, until the gradient is at most
     1e-4, the loss stands still, or 200 steps are done."""
-    _check_labels("train_labels", train_labels)
     mean, std = train.mean(0), train.std(0)
     constant = std <= 1e-5 * train.abs().amax(0)
     std = std.masked_fill(constant, math.inf)  # a constant feature becomes 0
@@ -81,7 +74,6 @@ def linear_readout(
 def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     """Measure how near samples of a class are: the mean cosine of pairs that share a label.
     z (n, D), labels (n,) → in [−1, 1]. Ref: [4] Eq. 11, over pairs of one label, as its Table 1"""
-    _check_labels("labels", labels)
     z = hardneg.unit(z)
     members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
     with torch.autocast(z.device.type, enabled=False):
@@ -90,9 +82,3 @@ def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     cosines = sums.square().sum() - z.square().sum()  # ‖Σ z‖² sums all pairs, equal rows too
     pairs = (counts * (counts - 1)).sum()
     return cosines / pairs
-
-
-def _check_labels(name, labels):
-    """Check that labels are classes: 0, 1, …"""
-    least = int(labels.amin()) if len(labels) else 0
-    require(least >= 0, name, f"from {least} on", "at least 0: numbers of classes")

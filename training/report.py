@@ -5,7 +5,6 @@ import html
 import io
 import itertools
 import math
-import shlex
 import string
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 import hardneg
-from training import readouts, runs, words_of
+from training import readouts, runs
 from training.images import Images, at_most, share
 
 COLUMNS = {"linear": "linear %", "knn": "kNN %"}
@@ -41,22 +40,17 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     some = some[share(images.train_labels[some].cpu(), fraction, 0)]
     train, _ = _features(encoder, images.train[some])
     test, z = _features(encoder, images.test)
-    found = dict.fromkeys(figures)
-    if "uniformity" in found:
-        found["uniformity"] = hardneg.uniformity(z)
+    sets = train, images.train_labels[some], test, images.test_labels
+    ways = {"uniformity": lambda: hardneg.uniformity(z)}
     if images.classes:
-        sets = train, images.train_labels[some], test, images.test_labels
-        if "tolerance" in found:
-            found["tolerance"] = readouts.tolerance(z, images.test_labels)
-        if "linear" in found:
-            found["linear"] = readouts.linear_readout(*sets)
-        if "knn" in found:
-            found["knn"] = readouts.knn_accuracy(*sets)
-    for name, value in found.items():
-        if value is not None:
-            value = round(float(value), 4)
-            # no two test images have one class: JSON knows no NaN
-            found[name] = None if math.isnan(value) else value
+        ways["tolerance"] = lambda: readouts.tolerance(z, images.test_labels)
+        ways["linear"] = lambda: readouts.linear_readout(*sets)
+        ways["knn"] = lambda: readouts.knn_accuracy(*sets)
+    found = dict.fromkeys(figures)
+    for name in ways.keys() & found:
+        value = round(float(ways[name]()), 4)
+        # where no two test images have one class: JSON knows no NaN
+        found[name] = None if math.isnan(value) else value
     return found
 
 
@@ -182,12 +176,11 @@ PAGE = string.Template("""<!doctype html>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem }
 body { color: #222 } h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% }
 div { overflow-x: auto } td { padding: .1rem .8rem .1rem 0; white-space: nowrap }
-pre { white-space: pre-wrap; background: #eee }
 </style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
 <p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200
 nearest (kNN). Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean
 cosine within a class.</p>
-$pictures<h2>The command that repeats this run</h2><pre>$command</pre></html>
+$pictures</html>
 """)
 
 
@@ -198,8 +191,7 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     first = runs.untrained(options.encoder, images, options.seed)
     z = {"untrained": hardneg.embed(first, test)[1], "trained": hardneg.embed(encoder, test)[1]}
     pictures = [draw_curves(results["history"]), draw_nearest(options, z, labels, test)]
-    if len(test) > 5:  # t-SNE of half of them needs three
-        pictures.append(draw_map(z["trained"][::2], labels[::2], some.classes))
+    pictures.append(draw_map(z, labels, some.classes))
     parts = []
     for title, caption, figure in pictures:
         title, data = html.escape(title), base64.b64encode(png(figure)).decode()
@@ -208,18 +200,14 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     table = []
     for line in cells(rows_of(results)):
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
-    summary = f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s, "
-    # of all options, so that it repeats the run whatever the defaults become
-    again = shlex.join(["python", "train.py"] + words_of(results["options"]))
     page = PAGE.substitute(
         title=html.escape(f"{results['loss']} on {Path(results['data']).name}"),
-        summary=summary + f"seed {results['seed']}",
+        summary=f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s",
         table="".join(table),
         pictures="".join(parts),
-        command=html.escape(again),
     )
     runs.write(options.out / runs.PAGE, page.encode())
-    print(f"pictures and options in {options.out / runs.PAGE}")
+    print(f"pictures in {options.out / runs.PAGE}")
 
 
 def png(figure: plt.Figure) -> bytes:
@@ -260,15 +248,13 @@ def draw_curves(history: list[dict]) -> tuple:
     return title, caption, figure
 
 
-def draw_nearest(
-    options, embeddings: dict[str, Tensor], labels: Tensor, test: Tensor, columns: int = 7
-) -> tuple:
+def draw_nearest(options, embeddings: dict, labels: Tensor, test: Tensor) -> tuple:
     """Draw images with their nearest others and their weights, before and after training.
     Ref: [2] Fig. 2, 3"""
     chosen = [int((labels == c).nonzero()[0, 0]) for c in labels.unique()[:4]]
     if len(chosen) == 1:  # no classes
         chosen = range(min(4, len(labels)))
-    columns = min(columns, len(labels) - 1)
+    columns = min(7, len(labels) - 1)
     weights = {name: weights_of(z, options) for name, z in embeddings.items()}
     shown, titles = [], []
     for anchor, (name, z) in itertools.product(chosen, embeddings.items()):
@@ -310,40 +296,22 @@ def weights_of(z: Tensor, options) -> Tensor:
     return log_w.exp()
 
 
-def draw_map(z: Tensor, labels: Tensor, classes: list, neighbours: int = 15) -> tuple:
-    """Draw embeddings (n, D) in the plane so that neighbours stay neighbours."""
-    count = min(neighbours, len(z) - 1)
-    nearest = (z @ z.T).fill_diagonal_(-math.inf).topk(count).indices  # (n, count)
-    x = plane(z, nearest).cpu().numpy()
-    figure, axis = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    axis.scatter(x[:, 0], x[:, 1], s=6, color="0.9")  # more classes than colours
-    for label, name in enumerate(classes[:10]):
-        some = x[(labels == label).cpu()]
-        axis.scatter(some[:, 0], some[:, 1], s=6, label=name)
-    axis.axis("off")
-    caption = "Each point is an image, near those that the encoder finds alike. An island may hold "
-    caption += "several classes: of images that are alike in something else, such as colours."
-    if not classes:
-        return f"A map of {len(x)} test images", caption, figure
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5), markerscale=2)
-    share_alike = (labels[nearest] == labels[:, None]).float().mean()
-    by_chance = (labels.bincount() / len(labels)).square().sum()
-    title = f"{100 * share_alike:.0f} % of an image's {count} nearest are of its class; by chance, "
-    return f"{title}{100 * by_chance:.0f} %", caption, figure
-
-
-def plane(z: Tensor, nearest: Tensor, steps: int = 300) -> Tensor:
-    """Place rows (n, D) in the plane, (n, 2), by t-SNE on the graph of their nearest (n, k)."""
-    links = torch.zeros(len(z), len(z), device=z.device).scatter_(1, nearest, 1.0)
-    p = (links + links.T) / links.sum() / 2
-    z = z - z.mean(0)
-    x = (5 * len(z) ** 0.5 * torch.pca_lowrank(z, 2)[0]).requires_grad_()
-    optimizer = torch.optim.Adam([x], 0.5)
-    for _ in range(steps):
-        log_q = -torch.log1p(torch.cdist(x, x).square()).fill_diagonal_(math.inf)
-        attraction = (p * log_q.masked_fill(log_q == -math.inf, 0)).sum()
-        loss = log_q.flatten().logsumexp(0) - attraction
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return x.detach()
+def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tuple:
+    """Draw embeddings, before and after training, in the plane where the classes differ most."""
+    figure, axes = plt.subplots(1, 2, figsize=(8, 4.5), layout="constrained")
+    for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
+        means = z  # without classes: where the images differ most
+        if classes:
+            means = torch.stack([z[labels == label].mean(0) for label in labels.unique()])
+        _, _, directions = torch.linalg.svd(means - means.mean(0), full_matrices=False)
+        x = z @ directions[:2].T  # (n, 2)
+        axis.scatter(*x.T.cpu(), s=6, color="0.9")  # more classes than colours
+        for label, of_class in enumerate(classes[:10]):
+            axis.scatter(*x[labels == label].T.cpu(), s=6, label=of_class)
+        axis.set(title=name, xticks=[], yticks=[])
+    if classes:
+        handles, names = axis.get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower center", ncols=5, markerscale=2)
+    caption = "Each point is an image, in the plane where the means of the classes are farthest "
+    caption += "apart. Images of one class should lie together, though none of them was labelled."
+    return f"A map of {len(x)} test images, before and after training", caption, figure

@@ -104,8 +104,9 @@ def restore(training: hardneg.Training, options) -> dict:
     wanted = f"as before, with {state['images']} images to train on; --overwrite begins anew"
     require(n == state["images"], "--data", f"{options.data}, with {n}", wanted)
     training.load_state_dict(state["training"])
-    done = training.method.pretrain + training.epoch
-    print(f"resumed after epoch {done} of {options.passes()} (--overwrite begins anew)")
+    pretrain = training.method.pretrain
+    epochs = f"{pretrain + training.epoch} of {pretrain + training.epochs}"
+    print(f"resumed after epoch {epochs} (--overwrite begins anew)")
     return state
 
 

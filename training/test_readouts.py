@@ -41,14 +41,6 @@ class TestReadouts:
             for accuracy in (readouts.linear_readout, readouts.knn_accuracy):
                 assert accuracy(z, labels, z, labels) == 100
 
-    def test_labels_are_numbers_of_classes(self):
-        z, labels = embeddings(5, 6, 4), torch.tensor([0, 1, -1, 0, 1, 1])
-        for readout in (readouts.knn_accuracy, readouts.linear_readout):
-            with pytest.raises(hardneg.InvalidArgument, match="^train_labels is from -1 on"):
-                readout(z, labels, z, labels)
-        with pytest.raises(hardneg.InvalidArgument, match="^labels is from -1 on"):
-            readouts.tolerance(z, labels=labels)
-
     @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
     def test_labels_of_any_integers(self, dtype):
         labels = torch.arange(40) % 4
