@@ -213,7 +213,7 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
 def png(figure: plt.Figure) -> bytes:
     """Draw a figure as a PNG file."""
     content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=120)
+    figure.savefig(content, format="png", dpi=120, bbox_inches="tight")
     plt.close(figure)
     return content.getvalue()
 
