@@ -107,9 +107,6 @@ def few():
     return Images._make(sets + (["a", "b", "c", "d"],))
 
 
-# ---- report.py
-
-
 class TestReport:
     """Figures, tables, pictures, the page."""
 
@@ -164,9 +161,6 @@ class TestReport:
         texts = figure.axes[0].texts
         assert [text.get_text() for text in texts[:2]] == ["trained", f"{weights[0, 1]:.2g}"]
         assert [text.get_color() for text in texts[:6]] == ["k", "C1", "C1", "k", "k", "k"]
-
-
-# ---- compare.py
 
 
 def row(*values):
@@ -425,6 +419,12 @@ class TestOptions:
             patch.setattr(compare, "compare", Mock())
             train.act(train.parse(words.split()))
         assert capsys.readouterr().out.strip().replace("\n", "; ") == said
+
+    def test_each_option_has_an_effect_somewhere(self):
+        of_losses = [train.Options(loss=loss) for loss in hardneg.PRESETS]
+        of_methods = [train.Options(method=method) for method in train.METHODS]
+        for name in train.FLAGS:
+            assert any(options.has_effect(name) for options in of_losses + of_methods), name
 
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
     def test_what_has_an_effect_changes_the_loss(self, loss):
