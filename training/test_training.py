@@ -525,6 +525,7 @@ class TestBuild:
     def test_every_loss_trains(self, loss, tmp_path, small_shapes):
         numbers, checkpoint = finish(tmp_path, loss=loss)
         assert math.isfinite(numbers[0] + checkpoint["history"][-1]["loss"])
+        assert checkpoint["seen"] == []  # each epoch is summarised by its own steps
 
     def test_a_loss_that_is_not_finite_is_said_in_one_line(
         self, tmp_path, small_shapes, monkeypatch, capsys
