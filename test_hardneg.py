@@ -1,7 +1,6 @@
 """Tests of hardneg.py by subject, in the order of its sections.
 
 `python -m pytest test_hardneg.py -k TestSinkhorn` runs the tests of one subject.
-`BLOCK_SIZE=1 python -m pytest test_hardneg.py` sets the block size of every call without one.
 `HYPOTHESIS_PROFILE=explore python -m pytest test_hardneg.py` draws 300 new examples for each
 property, and prints how to repeat one that fails; without it each property has its usual ten.
 
@@ -10,12 +9,10 @@ Embeddings are random: similarities tie, and losses have kinks, only where a tes
 
 import contextlib
 import copy
-import importlib
 import itertools
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -45,9 +42,6 @@ import reference_numpy as oracle
 from hardneg import contrastive_loss
 from training.images import shapes
 
-if "BLOCK_SIZE" in os.environ:
-    hardneg._block_size = lambda *_: int(os.environ["BLOCK_SIZE"])
-
 unhurried = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 common = settings(deadline=None, database=None, suppress_health_check=unhurried)
 settings.register_profile("ci", common, max_examples=10, derandomize=True)
@@ -58,8 +52,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|the generator
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = Path(__file__).resolve().parent
-README = (HERE / "README.md").read_text()
-SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
 PRESETS = sorted(hardneg.PRESETS)
 METHODS = ["simclr", "bank", "diffhard"]
 PAIRS = list(itertools.product(hardneg.WEIGHTS, hardneg.OBJECTIVES))
@@ -75,15 +67,10 @@ MATRICES = {**SEEDS, "a": st.integers(1, 4), "n": st.integers(1, 6)}
 PLANS = {**MATRICES, "epsilon": st.floats(0.2, 5), "share": st.sampled_from([0, 0.2])}
 BLOCK_SIZES = st.sampled_from([None, 0, 1, 3])
 BOOLEANS = st.booleans()
-LOW_TAUS = st.sampled_from([0.0, 0.1])
-MARGINS = st.floats(0, 1)
 TEMPERATURES = st.floats(0.2, 2)
 # Sinkhorn stops at an error of 1e-12; in the plan that is 1e-12 / (1 − σ₂²), too much at a low ε
-OPTIONS = {
-    "beta": st.sampled_from([1e-320, 1e-40]) | st.floats(0, 5),
-    "epsilon": st.floats(0.5, 3),
-    "margin": MARGINS,
-}
+OPTIONS = {"epsilon": st.floats(0.5, 3), "margin": st.floats(0, 1)}
+OPTIONS |= {"beta": st.sampled_from([1e-320, 1e-40]) | st.floats(0, 5)}
 OPTIONS |= {"cost": st.sampled_from(["sqeuclidean", "exp"]), "kappa": st.floats(3, 5)}
 OPTIONS |= {"alpha": st.floats(0.05, 1).map(lambda alpha: round(alpha, 2))}
 OPTIONS |= {"tau_plus": st.sampled_from([None, 0.0, 0.1, 0.3, 0.9])}
@@ -228,24 +215,6 @@ def judge(objective, pos, neg, log_w, margin=0.0, **debiasing):
     return hardneg.OF_LOGITS[objective](pos, negatives)
 
 
-def statements():
-    """List the statements of the README's block of calls, those of several lines in one."""
-    block = README.split("## Coming from")[1].split("```")[1]
-    found, code = [], ""
-    for line in re.findall(r"^    (.*)", block, re.M):
-        code = f"{code} {line.strip()}".strip()
-        if code.count("(") == code.count(")"):
-            found.append(code)
-            code = ""
-    return found
-
-
-def weights_alike(rule, pos, neg, **options):
-    """Weigh candidates and positives by one function → log w, log w⁺, (pos, neg) in torch."""
-    log_w, log_w_pos = weigh(rule, pos, neg, debias="exact", **options)
-    return log_w, log_w_pos, (masked(pos), masked(neg))
-
-
 def with_slope(value, x):
     """Return a value and its gradient."""
     return value.detach(), torch.autograd.grad(value.sum(), x, retain_graph=True)[0]
@@ -327,11 +296,6 @@ def exact_coupling(cost):
     return plan
 
 
-def product_coupling(allowed):
-    """Find the coupling of largest entropy on allowed entries: of all, the product of marginals."""
-    return oracle.sinkhorn(np.where(allowed, 0.0, -INF))[0]
-
-
 def central_difference(function, x):
     """Compute ∂f/∂x ≈ (f(x + h) − f(x − h)) / 2h by entry; its error is O(h²) + rounding / h."""
     h, out = 1e-6, np.zeros(np.shape(x))
@@ -352,12 +316,6 @@ def can_couple(x, v, k, objective, masks, options):
     return feasible(np.array(cosines) > -INF)
 
 
-def allowed_pairs(b, v, labels=None):
-    """Make the mask (A, N) of a batch of V·B anchors."""
-    owners = np.tile(np.arange(b) if labels is None else labels, v)
-    return owners[:, None] != owners
-
-
 def degenerate_batches(seed=5):
     """Make degenerate batches by name, two views stacked in one array."""
     x, others = normal(seed, 8, 3), np.arange(8)[:, None] != 2
@@ -368,12 +326,13 @@ def degenerate_batches(seed=5):
     return found | {"all equal": x[[0] * 8], "two points": np.stack([x[0], -x[0]] * 4)}
 
 
-def similarities(x, y, labels=None):
+def similarities(x, y, labels):
     """Compute a batch's cosines: pos (2B, 1) and neg (2B, 2B), −∞ where j is no negative of i."""
     z, b = oracle.unit(np.concatenate([x, y])), len(x)
     cosines, places = z @ z.T, np.arange(2 * b)
+    owners = np.tile(labels, 2)
     pos = cosines[places, (places + b) % (2 * b)][:, None]
-    return pos, np.where(allowed_pairs(b, 2, labels=labels), cosines, -INF)
+    return pos, np.where(owners[:, None] != owners, cosines, -INF)
 
 
 class Operations(TorchDispatchMode):
@@ -716,12 +675,9 @@ class TestTransported:
         found = []
         for kappa in (0.0, -19.0):
             t = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
-            options = {
-                "cost": "exp",
-                "kappa": kappa,
-                "epsilon": 3 * math.exp(-kappa),
-            }  # at most 1e9
-            options |= {"loss": "ot", "detach_weights": False, "labels": [0, 0, 1, 2, 3]}
+            epsilon = 3 * math.exp(-kappa)  # at most 1e9
+            options = {"loss": "ot", "cost": "exp", "kappa": kappa, "epsilon": epsilon}
+            options |= {"detach_weights": False, "labels": [0, 0, 1, 2, 3]}
             found.append(with_slope(contrastive_loss(x, y, temperature=t, **options), t))
         same(*found, 1e-6)
 
@@ -809,7 +765,11 @@ class TestObjectives:
     """nce, simple, triplet, ppcl and decoupled: what does not count, and what stays apart."""
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    @given(**SEEDS, filling=st.sampled_from([-1e30, -1.0, 0.3, 50.0]), tau_plus=LOW_TAUS)
+    @given(
+        **SEEDS,
+        filling=st.sampled_from([-1e30, -1.0, 0.3, 50.0]),
+        tau_plus=st.sampled_from([0.0, 0.1]),
+    )
     def test_candidates_without_weight_do_not_count(self, objective, seed, filling, tau_plus):
         pos, neg = embeddings(seed, 4, 2), normal(seed + 1, 4, 5)
         log_w = masked_logits(seed, 4, 5)
@@ -858,19 +818,6 @@ class TestDebiased:
         y[1:] = -y[1:]  # the floor binds for the first sample alone
         contrastive_loss(x, y, tau_plus=0.5, weights=lambda s: 0 * s, block_size=8)
 
-    def test_warnings_come_once(self):
-        """The floor binds for close views at low t; half in one class do not couple."""
-        x, floor = embeddings(17, 4, 3), {"loss": "debiased", "tau_plus": 0.5}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
-            contrastive_loss(x, x[[1, 2, 3, 0]], **floor, temperature=0.1)  # views far apart
-            for t, epsilon in ((0.1, 0.005), (0.11, 0.006)):
-                contrastive_loss(x, x, loss="ot", epsilon=epsilon, labels=[0, 0, 0, 1])
-                contrastive_loss(x, x, **floor, temperature=t)
-        assert sorted(str(warning.message)[:8] for warning in caught) == ["Sinkhorn", "debiasin"]
-        _, stats = contrastive_loss(x, x, **floor, temperature=0.1, return_stats=True)
-        assert stats["clamped"] > 0.5
-
 
 class TestExactDebiasing:
     """debias="exact" is the mean over true negatives, weighted: what follows from q⁻ ∝ w p⁻."""
@@ -884,11 +831,11 @@ class TestExactDebiasing:
         pos, rest = normal(seed, 1, of_class), normal(seed + 1, 1, others)
         neg, tau_plus = np.concatenate([pos, rest], 1), of_class / (of_class + others)
         options = {"beta": 1.3, "alpha": 0.4}
-        log_w, log_w_pos, settings = weights_alike(rule, pos, neg, **options)
+        log_w, log_w_pos = weigh(rule, pos, neg, debias="exact", **options)
         w = log_w[:, of_class:].exp()
         assume(w.sum() > 0)  # else only the own class is kept
         truth = log_w.exp().sum() * (w * torch.tensor(rest).exp()).sum() / w.sum()
-        found = log_negatives(*settings, log_w, tau_plus, 0.1, log_w_pos, "exact")  # a low floor
+        found = log_negatives(pos, neg, log_w, tau_plus, 0.1, log_w_pos, "exact")  # a low floor
         close(found.exp(), truth[None], 1e-10)
 
     def test_warns_where_positives_are_views(self):
@@ -924,11 +871,8 @@ class TestContrastiveLoss:
 
     ANSWERS = [(loss, None, None) for loss in PRESETS] + [("hcl", *pair) for pair in PAIRS]
     ANSWERS += [("hcl", thrice, objective) for objective in hardneg.OBJECTIVES]
-    SHAPES = {
-        **BATCHES,
-        "k": st.integers(1, 5),
-        "where": st.sampled_from(["batch", "bank", "each"]),
-    }
+    SHAPES = {**BATCHES, "k": st.integers(1, 5)}
+    SHAPES |= {"where": st.sampled_from(["batch", "bank", "each"])}
     DRAWN = {**OPTIONS, "temperature": TEMPERATURES, "exact": BOOLEANS, "normalize": BOOLEANS}
     DRAWN |= {"hidden": st.just(0) | st.floats(0, 0.8)}
     DRAWN |= {"masks": st.sampled_from(["", "labels", "positive_index", "labels, positive_index"])}
@@ -1041,20 +985,21 @@ class TestContrastiveLoss:
 
     @pytest.mark.parametrize("loss", PRESETS)
     def test_gradient_of_some_inputs(self, loss):
-        x = normal(14, 12, 3)
-        for size, wanted in itertools.product((0, 3), itertools.product([False, True], repeat=3)):
-            value, gradient = ours(x, 2, 4, loss=loss, block_size=size)
-            parts = [part.clone() for part in torch.tensor(x).chunk(3)]
-            leaves = [part.requires_grad_() for part in itertools.compress(parts, wanted)]
-            options = {"negatives": parts[2], "loss": loss, "block_size": size}
-            found = contrastive_loss(*parts[:2], **options)
-            close(found, value, 1e-12)
-            assert found.requires_grad == any(wanted)
-            if any(wanted):
-                got = torch.autograd.grad(found, leaves)
-                close(torch.cat(got), gradient[np.repeat(wanted, 4)], 1e-12)
+        """Of one of them, of all, or of none."""
+        x, y, bank = embeddings(14, 3, 4, 3)
+        inputs = [x, y, bank, torch.tensor(0.4, dtype=torch.float64)]
+        whole = None
+        for size, wanted in itertools.product((0, 3), [range(4), (0,), (1,), (2,), (3,), ()]):
+            leaves = [x.clone().requires_grad_(k in wanted) for k, x in enumerate(inputs)]
+            options = {"negatives": leaves[2], "temperature": leaves[3], "block_size": size}
+            value = contrastive_loss(*leaves[:2], loss=loss, **options)
+            asked = [leaves[k] for k in wanted]
+            found = torch.autograd.grad(value, asked, materialize_grads=True) if asked else ()
+            whole = whole or (value.detach(), found)
+            close(value, whole[0], 1e-12)
+            all_close(found, [whole[1][k] for k in wanted], 1e-12)
             with torch.inference_mode():
-                close(contrastive_loss(*parts[:2], **options), value, 1e-12)
+                close(contrastive_loss(*leaves[:2], loss=loss, **options), value, 1e-12)
 
     @pytest.mark.parametrize("block_size", [0, 3])
     def test_changes_in_place_are_detected(self, block_size):
@@ -1064,26 +1009,6 @@ class TestContrastiveLoss:
         bank.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.sum().backward()
-
-    @pytest.mark.parametrize("loss", PRESETS)
-    @pytest.mark.parametrize("block_size", [None, 0])
-    def test_works_under_torch_func_but_not_vmap(self, loss, block_size):
-        views, t = embeddings(3, 2, 6, 3), torch.tensor(0.4, dtype=torch.float64)
-
-        def function(views, t):
-            return contrastive_loss(*views, loss=loss, temperature=t, block_size=block_size)
-
-        leaves = views.clone().requires_grad_(), t.clone().requires_grad_()
-        want = torch.autograd.grad(function(*leaves), leaves, materialize_grads=True)
-        all_close(torch.func.grad(function, (0, 1))(views, t), want, 1e-12)
-        for inner in (function, torch.func.grad(function)):
-            with pytest.raises(RuntimeError, match="vmap"):
-                torch.vmap(inner, (0, None))(views[None], t)
-
-    def test_takes_subclasses_of_tensor(self):
-        views, named = embeddings(3, 2, 8, 3), type("Named", (torch.Tensor,), {})
-        value = contrastive_loss(*(view.as_subclass(named) for view in views), loss="ot")
-        close(value, contrastive_loss(*views, loss="ot"), 1e-12)
 
 
 class TestFunctions:
@@ -1176,25 +1101,6 @@ class TestFunctions:
         x, y = embeddings(2, 2, 5, 3)
         got = contrastive_loss(x, y, weights=lambda s: s.clamp_min(-99), objective=judge)
         close(got, contrastive_loss(x, y, weights="tilted", beta=1.0), 1e-12)
-
-
-class TestTemperature:
-    """The temperature may be a number, a tensor or learned."""
-
-    @pytest.mark.parametrize("block_size", [0, 3])
-    def test_is_learned_beside_frozen_views(self, block_size):
-        learned, x = nn.Parameter(torch.tensor(0.5)), embeddings(1, 2, 4, 3)
-        hardneg.ContrastiveLoss("hcl", temperature=learned, block_size=block_size)(*x).backward()
-        assert abs(float(learned.grad)) > 1e-9
-
-    @pytest.mark.parametrize("block_size", [0, 4])
-    def test_may_have_16_bits(self, block_size):
-        views, slopes = embeddings(1, 2, 200, 3).float(), []
-        for dtype in (torch.float16, torch.float32):
-            t = nn.Parameter(torch.tensor(0.0625, dtype=dtype))
-            contrastive_loss(*views, temperature=t, block_size=block_size).backward()
-            slopes.append(t.grad)
-        assert slopes[0].dtype == torch.float16 and abs(slopes[0].float() / slopes[1] - 1) < 1e-3
 
 
 class TestStatistics:
@@ -1307,6 +1213,15 @@ class TestExtremes:
         all_close(found[2], found[0], 1e-6)
         all_close(found[3], found[1], 1e-6)
 
+    @pytest.mark.parametrize("block_size", [0, 4])
+    def test_a_learned_temperature_may_have_16_bits(self, block_size):
+        views, slopes = embeddings(1, 2, 200, 3).float(), []
+        for dtype in (torch.float16, torch.float32):
+            t = nn.Parameter(torch.tensor(0.0625, dtype=dtype))
+            contrastive_loss(*views, temperature=t, block_size=block_size).backward()
+            slopes.append(t.grad)
+        assert slopes[0].dtype == torch.float16 and abs(slopes[0].float() / slopes[1] - 1) < 1e-3
+
 
 class TestPublishedCode:
     """Compare with published code: the loss, and the norm and one projection of its gradient.
@@ -1322,8 +1237,6 @@ class TestPublishedCode:
     simclr, ppcl
             In this order: lightly 1.6.0 NTXentLoss (3 cases), pytorch-metric-learning 2.9.0
             NTXentLoss (1) and SupConLoss (2), info-nce-pytorch 0.1.4 InfoNCE (2).
-    CALLS   The same packages in the README's order, and open_clip 3.3.0 and
-            sentence-transformers 6.2.0.
     BANK    WangFeng18/UnsupervisedLearningCodes 4f817da, objective.py, without its import of
             sklearn. In this order: PointLoss, HardNegativePointLoss, FlatLoss, HardFlatLoss,
             SingleLoss.
@@ -1370,18 +1283,6 @@ class TestPublishedCode:
         ("hard-simple", 12, 1, 10, -4, 1.29246551674, 0.0410027387429, -0.00339516371578),
         ("triplet", 7, 1, 2, 2, 0.20097283717, 0.106497426062, -0.0304519850591),
     ]
-    CALLS = [  # value, norm, projection
-        (2.98841832198, 1.08630541418, 0.727559923599),
-        (2.83405002174, 1.15381455348, 0.56528918891),
-        (2.04514859482, 1.08018365701, 0.778002641582),
-        (2.79175843402, 0.933170347727, 0.347625347815),
-        (1.17761394216, 0.999321930125, 1.56922649859),
-        (2.79175843402, 0.933170347727, 0.347625347815),
-        (3.99845144176, 2.92790991494, 2.90986489536),
-        (3.17041338841, 0.977547868993, 0.522631071643),
-        (4.51519113613, 1.04841234185, 0.447859253384),
-        (3.43595912137, 0.558609503361, 0.343165064833),
-    ]
 
     def check(self, loss, x, direction, expected, tolerance=1e-10):
         (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -1403,23 +1304,6 @@ class TestPublishedCode:
         value = contrastive_loss(*views, loss=loss, temperature=t, **options)
         self.check(value, x, direction, expected, 1e-8 if loss == "ot" else 1e-10)
 
-    def test_calls_of_the_readme(self):
-        calls = [code for code in statements() if re.match(r"\(?contrastive_loss", code)]
-        calls.insert(3, calls[3])  # negatives for all, and for each
-        names = {"torch": torch, "contrastive_loss": contrastive_loss, "a": 3.0, "t": 0.2}
-        names |= {"i": torch.arange(6), "c": torch.arange(6) % 3, "y": embeddings(2, 6, 8)}
-        x, direction = embeddings(1, 6, 8).requires_grad_(), embeddings(5, 6, 8)
-        scale = torch.tensor(12.5, dtype=torch.float64, requires_grad=True)
-        each, queue = embeddings(3, 6, 2, 8), embeddings(4, 9, 8)
-        names |= {"x": x, "scale": scale, "queue": queue}
-        names["rows"] = torch.cat([names["y"], each.flatten(0, 1)])
-        assert "rows = torch.cat([y, n.flatten(0, 1)])" in statements()
-        for k, (call, expected) in enumerate(zip(calls, self.CALLS, strict=True)):
-            value = eval(call, names | {"n": queue if k == 3 else each})
-            self.check(value, x, direction, expected)
-            if "scale" in call:
-                close(torch.autograd.grad(value, scale)[0], 0.273304946416, 1e-11)
-
     # sentence-transformers 6.2.0, mine_hard_negatives(num_negatives=3): query and what it found.
     # It leaves out queries with fewer than three.
     MINED = [
@@ -1432,23 +1316,6 @@ class TestPublishedCode:
         ({"relative_margin": 0.3, "skip": 1}, "1354 2174 3710 4027"),
         ({"relative_margin": 0.05, "absolute_margin": 0.2}, "1354 2517 3671 4360"),
     ]
-
-    def test_graded_relevance(self):
-        """−Σ g_pq log( e^{s_pq} / (e^{s_pq} + Σ e^s over documents without relevance) ) / Σ g."""
-        x, y = embeddings(0, 2, 6, 8)
-        relevance = np.maximum(0, rng(3).integers(-2, 4, (6, 6)))
-        p, q = np.nonzero(relevance)
-        g = torch.tensor(relevance[p, q])
-        losses, mean = (code for code in statements() if "losses" in code)
-        s = oracle.unit(numpy(x)) @ oracle.unit(numpy(y)).T / 0.1
-        want = 0
-        for i, j in zip(p, q, strict=True):
-            others = np.exp(s[i][relevance[i] == 0]).sum()
-            want += relevance[i, j] * np.log1p(others / np.exp(s[i, j]))
-        names = {"contrastive_loss": contrastive_loss, "x": x, "y": y, "p": p, "q": q, "g": g}
-        names["off"] = torch.tensor(relevance == 0)
-        exec(losses, names)
-        close(eval(mean, names), want / relevance.sum(), 1e-12)
 
     @pytest.mark.parametrize("options, expected", MINED)
     def test_mine(self, options, expected):
@@ -1499,26 +1366,14 @@ class TestLimits:
         x = normal(seed, v * b, d)
         same(ours(x, v, **options), ours(x, v, **other), 1e-11)
 
-    @at_least(30)
-    @given(**BATCHES, block_size=BLOCK_SIZES, labelled=st.booleans())
-    def test_ppcl_without_labels_is_simclr_for_two_views_alone(
-        self, seed, v, b, d, block_size, labelled
-    ):
-        """With M positives and no shared label PPCL is larger by logsumexp p − mean p ≥ log M."""
-        x, labels = normal(seed, v * b, d), rng(seed).permutation(b) if labelled else None
-        ppcl = ours(x, v, loss="ppcl", labels=labels, block_size=block_size)
-        simclr = ours(x, v, loss="simclr")
-        if v == 2:
-            same(ppcl, simclr, 1e-11)
-        assert ppcl[0] - simclr[0] >= math.log(v - 1) - 1e-12
-
     @given(**SAMPLES, more=st.integers(1, 3))
     def test_large_epsilon_is_not_uniform_in_a_bank_with_own_rows(self, seed, b, more):
         """Uniform weights would give too much mass to the rows that every anchor may use."""
         allowed = np.arange(b)[:, None] != np.arange(b + more)
         logits = np.where(allowed, rng(seed).uniform(-1, 1, allowed.shape), -INF)
         weights = numpy(log_weights("transported", torch.tensor(logits), epsilon=1e8).exp())
-        close(weights, product_coupling(allowed) * b * (b + more - 1), 1e-6)
+        widest = oracle.sinkhorn(np.where(allowed, 0.0, -INF))[0]  # of the largest entropy
+        close(weights, widest * b * (b + more - 1), 1e-6)
         assert (weights[:, :b][allowed[:, :b]] > 1.01).all() and (weights[:, b:] < 0.99).all()
 
     @given(**SAMPLES, d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
@@ -1563,10 +1418,8 @@ class TestLimits:
         scaled = t**2 * (numpy(losses) - first_order)
         for i in range(2 * b):
             s = np.append(neg[i, neg[i] > -INF], pos[i])
-            assert (
-                abs(scaled[i] - s.var() / 2)
-                <= np.ptp(s) ** 3 / (36 * math.sqrt(3) * t) + 1e-14 * t**2
-            )
+            most = np.ptp(s) ** 3 / (36 * math.sqrt(3) * t)
+            assert abs(scaled[i] - s.var() / 2) <= most + 1e-14 * t**2
 
     @given(**SAMPLES, t=st.floats(1e-3, 10), classes=st.sampled_from([2, 100]))
     def test_low_temperature(self, seed, b, t, classes):
@@ -2009,11 +1862,9 @@ class TestReadyForAGPU:
         with FakeTensorMode():
             x, y = torch.randn(2, 700, 4, device="cuda")
             labels = torch.zeros(700, device="cuda")
-            found = (
-                hardneg.mine(x, y, 5, skip=1, labels=labels, **margins),
-                hardneg.draw(x @ y.T, 3),
-            )
-        assert {index.device.type for index in found} == {"cuda"}
+            mined = hardneg.mine(x, y, 5, skip=1, labels=labels, **margins)
+            drawn = hardneg.draw(x @ y.T, 3)
+        assert mined.device.type == drawn.device.type == "cuda"
 
     @pytest.mark.parametrize("name", METHODS)
     def test_a_step_of_training_reads_nothing(self, as_on_a_gpu, monkeypatch, name):
@@ -2032,33 +1883,6 @@ class TestReadyForAGPU:
             if "ess" not in figures:
                 reads += [operations.reads()]
         assert len(reads) > 9 and not any(reads)
-
-
-class TestCopies:
-    """The file is copied: two copies live in one program, and take their own names with them."""
-
-    def test_two_copies_in_one_program(self, tmp_path, monkeypatch):
-        source = (HERE / "hardneg.py").read_text()
-        assert source.count("return beta * logits") == 1
-        (tmp_path / "other_hardneg.py").write_text(source.replace("beta * logits", "0 * logits"))
-        monkeypatch.syspath_prepend(tmp_path)
-        other = importlib.import_module("other_hardneg")
-        x, y = embeddings(0, 2, 6, 3).requires_grad_()
-        options = {"loss": "hcl", "block_size": 3}
-        values = [module.contrastive_loss(x, y, **options) for module in (hardneg, other, hardneg)]
-        assert values[0] == values[2] != values[1]
-
-    def test_a_star_import_takes_what_is_listed(self):
-        names = {}
-        exec("from hardneg import *", names)
-        assert set(hardneg.__all__) == names.keys() - {"__builtins__"}
-        assert not {"top", "view", "simple"} & names.keys()
-
-    def test_the_header_says_what_it_is(self):
-        header = hardneg.__doc__.split("Symbols")[0]
-        version = re.search('version = "(.*)"', (HERE / "pyproject.toml").read_text())[1]
-        assert hardneg.__version__ == version and f"Version {version}" in header
-        assert "MIT licence" in header and "Copyright" in header
 
 
 class TestGather:
@@ -2392,10 +2216,6 @@ class TestReadouts:
             hardneg.embed(encoder, torch.rand(2, 5, 8, 8))
         assert all(module.training for module in encoder.modules())
 
-    def test_uniformity_needs_two_rows(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^z is "):
-            hardneg.uniformity(torch.ones(1, 3))
-
     @given(**SEEDS, n=st.integers(3, 8), d=st.integers(2, 4), t=st.floats(0.5, 4))
     def test_uniformity_and_alignment_are_those_of_the_paper(self, seed, n, d, t):
         """log E e^{−t ‖x − y‖²} over different rows, and E ‖x_i − y_i‖². Ref: [5]"""
@@ -2414,11 +2234,13 @@ class TestReadouts:
             others, cosines = torch.eye(2100) == 0, hardneg.unit(x) @ hardneg.unit(x).T
             want = (2 * t * (cosines[others] - 1)).exp().mean().log()
             close(hardneg.uniformity(x.half(), t), want, 1e-3)
+        with pytest.raises(hardneg.InvalidArgument, match="^z is "):
+            hardneg.uniformity(z[:1])
 
 
 # ---- Section 12: training
-class TestMethods:
-    """`SimCLR` with partners, and `Bank`, contrast what they say."""
+class TestBank:
+    """`Bank` contrasts what it says."""
 
     def test_bank_holds_the_embeddings_of_each_image(self, plain_views):
         training = begin(IMAGES, "bank", method_options={"momentum": 0.0})
@@ -2492,19 +2314,10 @@ class TestMicroBatches:
         same(*found, 1e-12)
 
     def test_only_views_are_stored(self):
-        network, x, stored = Plain(), random_images(24, 8), []
-        for encoder in (network, hardneg.in_micro_batches(network, 2)):
-            sizes = []
-
-            def pack(tensor, sizes=sizes):
-                sizes.append(tensor.nbytes)
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                encoder(x)[1].sum().backward()
-            stored.append(sum(sizes))
-        assert stored[1] == x.nbytes < 0.25 * stored[0]
-        assert network.seen == [24] + 24 * [2]  # forward and backward
+        """The backward pass embeds them again."""
+        network = Plain()
+        hardneg.in_micro_batches(network, 2)(random_images(6, 8))[1].sum().backward()
+        assert network.seen == [2] * 3 + [2] * 3
 
     def test_in_training(self):
         training, sizes = begin(IMAGES, micro_batch=50), []
@@ -2685,66 +2498,3 @@ class TestTraining:
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
         with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
             call(**{name: value})
-
-
-class TestReadme:
-    """Snippets print what their comments say, beside hardneg.py alone; the map has every name."""
-
-    FIT = """
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-loader = torch.utils.data.DataLoader(torch.rand(32, 2, 3, 32, 32), batch_size=16)
-lightning.Trainer(max_epochs=1, **quiet).fit(Model(), loader)
-"""
-
-    @pytest.mark.parametrize("needs", ["torch alone", "lightning"])
-    def test_snippets_print_what_their_comments_say(self, tmp_path, needs):
-        shutil.copy(HERE / "hardneg.py", tmp_path)
-        hidden = {}
-        if needs == "lightning":
-            pytest.importorskip("lightning")
-        else:
-            hidden = dict.fromkeys(("torchvision", "numpy", "scipy", "tqdm", "matplotlib", "PIL"))
-            encoder, some = hardneg.Encoder("small").eval(), torch.rand(2, 3, 32, 32)
-            sizes = ({0: torch.export.Dim("n")},)
-            program = torch.export.export(encoder, (some,), dynamic_shapes=sizes)
-            torch.export.save(program, tmp_path / "encoder.pt2")
-        hide = f"import sys; sys.modules.update({hidden})\n"
-        codes = [code for code in SNIPPETS if ("lightning" in code) == (needs == "lightning")]
-        fit = self.FIT if needs == "lightning" else ""
-        runs = [start(["-W", "ignore", "-c", hide + code + fit], tmp_path) for code in codes]
-        for code, run in zip(codes, runs, strict=True):
-            out, error = run.communicate()
-            comments, lines = re.findall(r"#\s*(.*)", code), out.strip().splitlines()
-            said = [any(comment.startswith(line) for comment in comments) for line in lines]
-            assert lines and all(said), error or lines
-
-    def test_the_map_has_every_public_name_and_preset(self):
-        rows = "\n".join(re.findall(r"^\| \d.*", README, re.M))  # of the table of sections
-        own = {k: x for k, x in vars(hardneg).items() if getattr(x, "__module__", "") == "hardneg"}
-        public = {name: x for name, x in own.items() if name[0] != "_"}
-        assert len(public) > 40 and all(x.__doc__ for x in public.values())
-        names = *public, "PRESETS", "WEIGHTS", "OBJECTIVES", "RECIPES"
-        assert not [name for name in names if f"`{name}`" not in rows]
-        assert not [loss for loss in PRESETS if f"| `{loss}` |" not in README]
-
-
-class TestTutorial:
-    """The page of tutorial/ runs, and says what its steps print."""
-
-    PAGE = (HERE / "tutorial" / "README.md").read_text()
-
-    def test_the_page_runs(self, capsys):
-        """One seed of its three, which moves a result by less than two points."""
-        code = "\n".join(re.findall(r"```python\n(.*?)```", self.PAGE, re.S))
-        try:
-            exec(code.replace("in range(3)", "in range(1)"), {})
-        finally:
-            torch.set_default_dtype(torch.float32)  # the page computes in float64
-        printed = [float(line.rstrip(" %")) for line in capsys.readouterr().out.splitlines()]
-        said = [float(x) for x in re.findall(r"^(?:step|train)\(.*\)  # (.*) %$", code, re.M)]
-        assert len(said) == 14
-        close(printed, said, 2.0)
-
-    def test_pictures_are_there(self):
-        for name in re.findall(r"!\[.*?\]\((.*?)\)", self.PAGE):
-            assert (HERE / "tutorial" / name).exists(), name

@@ -34,6 +34,8 @@ class TestShapes:
         assert not torch.equal(one[0], other[0])
         assert one[0].shape == (50, 3, 32, 32) and one[1].bincount().tolist() == [5] * 10
         assert images.shapes(7, size=48)[0].shape == (7, 3, 48, 48)
+        found = images.load(fraction=0.01)
+        assert not torch.equal(found.train[:80], found.test[:80])
         with pytest.raises(InvalidArgument, match="classes is 11"):
             images.shapes(7, classes=11)
 
@@ -144,7 +146,9 @@ class TestFolders:
         assert found.classes == ["cat", "dog"] and len(found.train) == 16
         assert values_of(found.test) == [4, 9, 44, 49]
 
-    @pytest.mark.parametrize("size, side", [((20, 20), 20), ((50, 71), 50), ((21, 120), 20)])
+    @pytest.mark.parametrize(
+        "size, side", [((20, 20), 20), ((71, 150), 70), ((21, 120), 20), ((99, 99), 96)]
+    )
     def test_sides(self, tmp_path, size, side):
         """The shorter one, even and at most 96: images are cut to squares."""
         write_images(tmp_path, size=size)

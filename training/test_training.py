@@ -9,7 +9,6 @@ import math
 import multiprocessing
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -653,48 +652,3 @@ class TestCommand:
         said = quit_with(words.split(), capsys)
         assert said.startswith("2 train.py: error: ") and complaint in said
         assert said.count("\n") == 1
-
-
-# ---- The README and the recorded runs
-
-
-def blocks(language):
-    """Return the README's blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.M | re.S)
-
-
-COMMANDS = re.findall(r"train\.py([^#&\n]*)", "".join(blocks("sh")))
-COMMANDS += re.findall(r"\| `(--.*?)` \|", README + MORE)
-
-
-def headings(page):
-    """Return the anchors of the headings of a page, as GitHub makes them."""
-    found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
-
-
-class TestReadme:
-    """Commands run, and tables are of the recorded runs."""
-
-    @pytest.mark.parametrize("words", sorted(set(COMMANDS)))
-    def test_commands_parse(self, words):
-        given = train.parse(words.split())
-        others = {"compare", "seeds"}
-        train.Options(**{name: x for name, x in given.items() if name not in others})
-
-    def test_set_up_commands_are_those_of_ci(self):
-        commands, ci = "".join(blocks("sh")), (HERE / ".ci" / "run").read_text()
-        parts = "python3 -m venv .venv", "r requirements.txt", ".venv/bin/python -m pytest -q"
-        for part in parts:
-            assert part in commands and part in ci
-
-    def test_links_lead_to_files_and_headings(self):
-        paths = [HERE / "README.md", HERE / "tutorial" / "README.md"]
-        paths += (HERE / "benchmarks").glob("*.md")
-        for path in paths:
-            for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
-                if link.startswith("https://"):
-                    continue
-                target = path.parent / link if link else path
-                assert target.stat().st_size > 1000, link
-                assert not heading or heading in headings(target), heading
