@@ -138,6 +138,15 @@ class TestReport:
         double = few.test.repeat_interleave(2, 2).repeat_interleave(2, 3)
         close(seen[2], double.flatten(1) / 255, 1e-6)
 
+    def test_what_runs_share_is_measured_once(self, few, monkeypatch):
+        """Pixels, and the untrained encoder of each seed."""
+        evaluate, known = Mock(wraps=report.evaluate), {}
+        monkeypatch.setattr(report, "evaluate", evaluate)
+        for seed in (3, 3, 4):
+            found = report.measure(hardneg.Encoder(size=16), few, "small", seed, known)
+        assert evaluate.call_count == 3 + 1 + 2
+        assert found["untrained"] == report.evaluate(runs.untrained("small", few, 4), few)
+
     def test_a_map_keeps_classes_apart(self):
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
