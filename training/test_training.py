@@ -147,6 +147,13 @@ class TestReport:
         assert evaluate.call_count == 3 + 1 + 2
         assert found["untrained"] == report.evaluate(runs.untrained("small", few, 4), few)
 
+    def test_a_run_that_learned_nothing_says_so(self, capsys):
+        figures = dict.fromkeys(report.COLUMNS, 10.0)
+        for linear in (10.0, 10.1):
+            results = figures | {"linear": linear, "untrained": figures, "raw": figures}
+            report.print_table(results)
+            assert ("Nothing learned" in capsys.readouterr().out) == (linear == 10.0)
+
     def test_a_map_keeps_classes_apart(self):
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
