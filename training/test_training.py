@@ -197,6 +197,9 @@ class TestCompare:
         assert [path.parent.name for path in files] == ["hcl-0", "hcl-1", "simclr-0", "simclr-1"]
         train.main(["--loss", "hcl", "--seed", "1", *words, f"{tmp_path / 'one'}"])
         assert numbers_of(files[1]) == numbers_of(tmp_path / "one" / "results.json")
+        found = json.loads((tmp_path / "all" / "compare.json").read_text())
+        means = [sum(run["linear"] for run in row) for row in found.values()]
+        assert means == sorted(means, reverse=True)  # the best row first
         times = [path.stat().st_mtime_ns for path in files]
         train.main(together)
         assert [path.stat().st_mtime_ns for path in files] == times
