@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,10 +204,9 @@ class TestCompare:
         times = [path.stat().st_mtime_ns for path in files]
         train.main(together)
         assert [path.stat().st_mtime_ns for path in files] == times
-        files[0].unlink()
-        capsys.readouterr()
+        shutil.rmtree(files[2].parent)  # the first to be trained
         said = quit_with([*together, "--epochs", "2"], capsys)
-        assert "--epochs was 1" in said and "images" not in said
+        assert "--epochs was 1" in said and not files[2].parent.exists()
 
     @pytest.mark.parametrize("given, epochs", [({}, 28), ({"epochs": 3}, 3)])
     def test_losses_are_trained_equally_long(self, given, epochs, tmp_path):
@@ -365,6 +365,14 @@ class TestRuns:
         monkeypatch.setattr(os, "fsync", sync)
         finish(tmp_path)
         assert "resumed after epoch 1 of 2" in capsys.readouterr().out
+
+    def test_a_file_is_the_old_one_until_it_is_the_new_one(self, tmp_path, monkeypatch):
+        runs.write(tmp_path / "x", b"old")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", Mock(side_effect=OSError))
+            with pytest.raises(OSError):
+                runs.write(tmp_path / "x", b"new")
+        assert (tmp_path / "x").read_bytes() == b"old" and times_of(tmp_path).keys() == {"x"}
 
     def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes, monkeypatch):
         """The second is told before it reads images; a file system may lack locks."""
