@@ -348,6 +348,9 @@ class TestRuns:
             finish(tmp_path, epochs=3)
         assert finish(tmp_path)[0] == numbers
         assert "resumed after epoch 2 of 2" in capsys.readouterr().out
+        finish(tmp_path, epochs=1, overwrite=True)
+        assert "resumed" not in capsys.readouterr().out
+        assert json.loads((tmp_path / "results.json").read_text())["epochs"] == 1
 
     def test_a_full_disk_leaves_no_half_file(self, tmp_path, small_shapes, monkeypatch, capsys):
         sync, written = os.fsync, []
