@@ -32,6 +32,16 @@ class TestReadouts:
                 found.append([*accuracies, readouts.tolerance(z, labels)])
         assert found[0] == found[1] and found[0][1] > 90
 
+    def test_each_test_row_is_judged_alone(self):
+        labels = torch.arange(120) % 3
+        z = F.one_hot(labels) + 0.7 * embeddings(3, 120, 3)
+        train, test, of_test = (z[:60], labels[:60]), z[60:], labels[60:]
+        for accuracy in (readouts.linear_readout, readouts.knn_accuracy):
+            by_class = [
+                accuracy(*train, test[of_test == c], of_test[of_test == c]) for c in range(3)
+            ]
+            assert accuracy(*train, test, of_test) == pytest.approx(sum(by_class) / 3)
+
     def test_everything_is_on_the_device_of_the_features(self):
         """With meta as the default device, a tensor that is made there would raise."""
         labels = torch.arange(40, device=DEVICE) % 4

@@ -147,6 +147,7 @@ class TestReport:
             found = report.measure(hardneg.Encoder(size=16), few, "small", seed, known)
         assert evaluate.call_count == 3 + 1 + 2
         assert found["untrained"] == report.evaluate(runs.untrained("small", few, 4), few)
+        assert known["small 3"] != known["small 4"]
 
     def test_a_run_that_learned_nothing_says_so(self, capsys):
         figures = dict.fromkeys(report.COLUMNS, 10.0)
@@ -527,10 +528,11 @@ class TestBuild:
         for condition in wanted.split("; "):
             assert eval(condition, names), condition
 
-    def test_large_images_are_blurred(self, few):
+    def test_large_images_are_blurred_and_have_a_network_for_them(self, few):
         large = few._replace(train=few.train[:4].repeat(1, 1, 6, 6))
         encoder, training = train.build(train.Options(encoder="resnet18"), large)
         assert training.method.view_options == {"blur": 0.5} and encoder.features == 512
+        assert encoder.backbone.conv1.kernel_size == (7, 7)
 
     def test_schedules(self, few):
         def ends(words):  # values at the first and at the last step
