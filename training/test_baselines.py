@@ -216,6 +216,7 @@ class TestBoth:
         assert len(reads) > 10 and not any(reads)
 
     INVALID = [("queue", "momentum", -0.1), ("queue", "momentum", 1.0), ("queue", "queue_size", 0)]
+    INVALID += [("queue", "queue_size", 240)]  # as many as there are images
     INVALID += [("clae", "bound", 0.0), ("clae", "bound", 1.0)]
 
     @pytest.mark.parametrize("of, name, value", INVALID)
