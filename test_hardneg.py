@@ -325,11 +325,11 @@ def degenerate_batches(seed=5):
     return found | {"all equal": x[[0] * 8], "two points": np.stack([x[0], -x[0]] * 4)}
 
 
-def similarities(x, y, labels):
+def similarities(x, y, labels=None):
     """Compute a batch's cosines: pos (2B, 1) and neg (2B, 2B), −∞ where j is no negative of i."""
     z, b = oracle.unit(np.concatenate([x, y])), len(x)
     cosines, places = z @ z.T, np.arange(2 * b)
-    owners = np.tile(labels, 2)
+    owners = np.tile(np.arange(b) if labels is None else labels, 2)
     pos = cosines[places, (places + b) % (2 * b)][:, None]
     return pos, np.where(owners[:, None] != owners, cosines, -INF)
 

@@ -43,10 +43,15 @@ from test_hardneg import (
     normal,
     numpy,
     ours,
-    product_coupling,
     similarities,
-    weights_alike,
+    weigh,
 )
+
+
+def product_coupling(allowed):
+    """Find the coupling of largest entropy on allowed entries: of all, the product of marginals."""
+    return oracle.sinkhorn(np.where(allowed, 0.0, -np.inf))[0]
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|the generator has collapsed")
 INF = math.inf
@@ -209,13 +214,13 @@ class TestTheorems:
         defined = (tilt * np.exp(candidates)).sum() / tilt.sum()
         close(defined, exact, 5e-4)
         pos, neg = own[None], candidates[None]
-        log_w, log_w_pos, settings = weights_alike("tilted", pos, neg, beta=beta)
-        of_others = log_negatives(*settings, log_w, tau_plus, t, log_w_pos, "exact")
+        log_w, log_w_pos = weigh("tilted", pos, neg, debias="exact", beta=beta)
+        of_others = log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos, "exact")
         close(of_others.exp() / 20000, [defined], 1e-11)
         weights = oracle.tilted(neg, beta), tau_plus, t, oracle.tilted(pos, beta)
         eq_2 = oracle.published(pos, neg, *weights)
         close(np.exp(eq_2[0]) / 20000, published, 5e-4)
-        close(log_negatives(*settings, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
+        close(log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
 
     @pytest.mark.parametrize("classes", [2, 5])
     @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
