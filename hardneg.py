@@ -2,15 +2,14 @@
 
 Version 2.0.0. Copyright 2026 the hardneg authors. MIT licence.
 
-An encoder learns without labels: it pulls two views of a sample together and pushes other samples,
-the negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every
+An encoder learns by pulling two views of a sample together and pushing other samples, the
+negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every
 method here answers the same three questions:
 
     1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given ones
-    2. How much does each one count?  weights: candidates are drawn from p, the data's distribution;
-                                      weights w ∝ q/p make them count as if drawn from q, which
-                                      prefers candidates near the anchor
-    3. What is done with them?        objective: nce, simple, triplet, ppcl, decoupled
+    2. How much does each one count?  weights: importance weights w, as if candidates were drawn
+                                      from a distribution that prefers those near the anchor
+    3. What is done with them?        objective: nce, each, ppcl, decoupled, simple, triplet
 
     from hardneg import ContrastiveLoss
     criterion = ContrastiveLoss("hcl")
@@ -19,10 +18,10 @@ method here answers the same three questions:
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
-    M           positives of an anchor: V − 1, the other views of its sample
-    N           columns, in shapes: V·B in a batch, of all ranks; or K, the rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked. In formulas N is N_i
-    a           anchors in a block, where a large batch is worked in blocks
+    M           positives of an anchor: V − 1, the other views of its sample, or named rows
+    N           columns: V·B in a batch, of all ranks; or K, the rows of `negatives`
+    N_i         candidates of anchor i: the columns that are not masked. Formulas write N for it
+    a           some of the anchors, as large batches are worked in blocks
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
     t           temperature, divides cosines                 t in [1], τ in [3, 4]
     s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t
@@ -33,12 +32,10 @@ Symbols
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
     epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
-A name that ends in _ works in place. Sums of e^s stay in the log domain: e^{(1+β)/t} overflows
-float32 at β = 1, t = 0.02.
+Sums of e^s stay in the log domain: e^{(1+β)/t} overflows float32 at β = 1, t = 0.02.
 
-Sections 1 to 8 are the loss: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport,
-6 Finding, 7 Large batches and ranks, 8 Numerics and checks. Sections 9 to 12 train encoders with
-it: 9 Views, 10 Encoders, 11 Generators, 12 Training.
+The loss: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding, 7 Large batches
+and ranks, 8 Numerics and checks. Training with it: 9 Views, 10 Encoders, 11 Generators, 12 Training
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -54,7 +51,6 @@ References
 
 from __future__ import annotations
 
-# a type checker checks calls of this file, and not its insides:
 # mypy: ignore-errors
 import copy
 import functools
@@ -63,7 +59,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints, overload
 
 import torch
@@ -71,6 +67,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
@@ -105,22 +102,20 @@ PAPERS = {
 
 
 class Options(TypedDict, total=False):
-    """What a loss can be told. Each option has a type, a default, and what it may be: [from, to] of
-    a number, or else some names. Section 8 reads these two once all sections are defined, and says
-    how to add an option. The ranges keep what is masked finite in float32, and far below the rest:
-    see MASKED in section 2. a is a number of anchors, M that of their positives, N of candidates.
+    """What a loss can be told: the type of each option, its default, and what it may be, [from, to]
+    or some names. Section 8 reads these.
 
     loss            a row of PRESETS
-    weights         of candidates; None: those of the loss. Or a function: logits (a, N) → log
-                    weights. It is called on the logits of positives (a, M), too, where τ⁺ > 0 and
-                    there are several. Candidates that do not count have logits of −1e30
+    weights         of candidates; None: those of the loss. Or a function: logits (a, N) of some
+                    anchors → log weights, finite or −∞; where τ⁺ > 0 and there are several
+                    positives, on their logits (a, M), too. What does not count has logits of −1e30:
+                    set these to 0 first if they could overflow on the way
     objective       None: that of the loss. Or a function of three tensors: logits (a, M) of
                     positives, logits (a, N) and log weights (a, N) of candidates. It returns losses
-                    (a,). Blocks find what a function learns by its part in the first anchor's loss
-    temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned. Its value
-                    is checked on a CPU, but neither on a GPU nor in compiled code
-    tau_plus        τ⁺ of nce, ppcl and decoupled; a function as objective ignores it. None: that
-                    of the loss; for hcl and debiased 1 / (N_i + 1), of each anchor's own N_i
+                    (a,). In blocks, what a function learns has to act on the first anchor, too
+    temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
+    tau_plus        τ⁺ of nce, each, ppcl and decoupled. None: that of the loss; for hcl and
+                    debiased 1 / (N_i + 1), of each anchor's own N_i
     beta            β of tilted
     alpha           α of top
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
@@ -131,14 +126,14 @@ class Options(TypedDict, total=False):
     normalize       project rows to the unit sphere first; if False, they must have unit norm
     detach_weights  no gradient through the weights. None: True for transported, as in the authors'
                     code, else False
-    debias          how τ⁺ is used: see `published` and `exact`. "exact" is for weights uniform,
-                    tilted, top and hardest, and for objectives nce, ppcl and decoupled
-    reduction       "none": one value for each anchor. In blocks its backward pass calls functions
-                    again, and a random one draws new numbers
+    debias          how τ⁺ is used: see `published` and `exact`. "exact" needs weights of uniform,
+                    tilted, top or hardest
+    reduction       "none": one value for each anchor
     block_size      anchors in a block; it changes results by rounding alone. None: at once up to
-                    2^18 pairs on a CPU and 2^23 on a GPU, else in blocks. 0: at once, and so always
-                    for negatives (B, K, D). Blocks need memory that grows like A + N (more for a
-                    gradient through a coupling), and have no second derivative"""
+                    2^18 pairs on a CPU and 2^23 on a GPU, else in blocks. 0: at once, as always for
+                    negatives (B, K, D). Blocks need memory that grows like A + N. They have no
+                    second derivative, and a random function draws again in the backward pass of
+                    "none" losses"""
 
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
@@ -166,6 +161,7 @@ class Call(Options, total=False):
     negatives: Tensor | None
     positive_index: Tensor | None
     negative_mask: Tensor | None
+    log_weights: Tensor | None
     labels: Tensor | None
     group: distributed.ProcessGroup | None
 
@@ -187,56 +183,59 @@ def contrastive_loss(
     negatives=None,
     positive_index=None,
     negative_mask=None,
+    log_weights=None,
     labels=None,
     group=None,
     return_stats=False,
     **options,
 ):
-    """Compute any of the losses, on two or more views of a batch.
+    """Compute any of the losses, on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
 
     views           (B, D) each; row i of each shows sample i. Each row is an anchor, in the order
                     of torch.cat(views). The other rows of its sample are its positives, the rows of
-                    other samples its candidates
+                    other samples its candidates. A single view has its positives from
+                    `positive_index`, or else from `labels`; an anchor without any has the loss 0
+                    and is left out of the mean
     negatives       (K, D): the candidates are these rows instead, and the anchors the first view
                     alone; or (B, K, D), rows for each anchor
-    positive_index  (B,), with negatives: the row that shows the sample's own positive, and so is no
-                    candidate: torch.arange(B) for views x, y and negatives=torch.cat([y, given]).
-                    It names one row; of several, mask the others by `negative_mask`
+    positive_index  (B,) or (B, P), −1 for none, with negatives: rows that show the sample, and so
+                    are no candidates. They are the positives of a single view. Of views x, y and
+                    negatives=torch.cat([y, given]) it is torch.arange(B)
     negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
-                    negative: for ragged or filtered ones. Masked rows have to be finite, too; under
-                    ppcl they are positives if they share the anchor's label
-    labels          (B,): samples that share a label are never each other's negatives; under ppcl
-                    they are positives. Every number is a label: none says "unknown". With
-                    negatives (K, D): (B + K,), the last K of its rows
-    group           a torch.distributed process group: the candidates are the views of every rank.
-                    `negatives` are as passed, see `gather`; transported weights need the same rows
-                    on every rank. All ranks call together, with views of one shape. A mean or sum
-                    is that of one process on all views, and so is its gradient once DDP has
-                    averaged it; "none" gives this process's anchors
+                    negative. Masked rows have to be finite, too; labels still make them positives
+    log_weights     finite (A, N), or (N,) for all anchors: added to the rule's log weights. −log q
+                    of candidates that are drawn with probability q, or scores of a teacher. They
+                    get no gradient
+    labels          (B,): samples that share a label are never each other's negatives; under ppcl,
+                    or where they name the positives of a single view, they are positives. Every
+                    number is a label. With negatives (K, D): (B + K,), the last K of its rows
+    group           a torch.distributed process group: the candidates are the views of every rank,
+                    as if one process had them all. Rank r has columns r·V·B to (r + 1)·V·B.
+                    `negatives` (K, D) are the same on every rank: see `gather`. All ranks call
+                    together, with views of one shape; DDP averages the gradients
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, the share of
                     anchors where debiasing leaves nothing, or no more than its floor; `ess`,
                     (Σw)²/Σw² as a share of N_i; `positive` and `negative`, mean cosines; `spread`,
                     the standard deviation of the cosines of an anchor's negatives: spread / t says
-                    how hard a loss is; `candidates`, the mean N_i; with exact debiasing `share`,
-                    the mean τ_i
+                    how hard a loss is; `candidates`, the mean N_i; `share`, the mean τ_i of exact
+                    debiasing
 
-    Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Ignores
-    options that weights and objective do not have. Raises ValueError that names the invalid
-    argument, on a CPU also for embeddings that are not finite; TypeError for an unknown option.
-    Cost: A·N·D. `transported` adds 2·A·N for each step of Sinkhorn; above 2^24 pairs, without a
-    gradient through the weights, also A·N·D. Ref: PRESETS"""
+    Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Raises a
+    ValueError that names the invalid argument; on a GPU, and in compiled code, values are not read
+    and so not checked. Cost: A·N·D. `transported` adds 2·A·N for each step of Sinkhorn; above 2^24
+    pairs, if the weights are held, also A·N·D. Ref: PRESETS"""
     options = settle(options)
-    _check_call(views, negatives, positive_index, negative_mask, labels, group, options)
+    given = negatives, positive_index, negative_mask, log_weights, labels, group
+    _check_call(options, views, *given)
     with torch.autocast(views[0].device.type, enabled=False):
-        pairs = _line_up(views, negatives, positive_index, negative_mask, labels, group, options)
+        pairs = _line_up(options, views, *given)
         if options["weights"] == "transported":
             pairs = pairs._replace(potential=_potential(pairs, group, options))
-        value = _evaluate(pairs, options)
-        if group is not None and options["reduction"] != "none":
-            value = _as_one_process(value, options["reduction"], group)
+        value = _evaluate(pairs, group, options)
         if _may_read(value):  # also if the value is finite: a masked NaN shows in the gradient
             _check_finite("negatives", negatives)
+            _check_finite("log_weights", log_weights)
             for i, view in enumerate(views):
                 _check_finite(f"views[{i}]", view)
         if return_stats:
@@ -250,7 +249,8 @@ contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{Options.__doc__}"
 class _Answers(NamedTuple):
     """Hold what the three questions give, for some anchors."""
 
-    losses: Tensor  # (a,)
+    losses: Tensor  # (a,), 0 where an anchor has no positive
+    count: Tensor  # (), how many have one
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
@@ -262,12 +262,14 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
     pairs: their embeddings, and who they are compared with, as section 4 lines them up."""
     # 1. Who could be a negative?
-    pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i: (a,), or () if equal
+    pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i (a,)
 
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
-    with torch.set_grad_enabled(through_weights):  # (a, N), (a, M)
-        log_w, log_w_pos = weigh(pos, neg, log_n, pairs.potential, pairs.t, options)
+    with torch.set_grad_enabled(through_weights):
+        log_w, log_w_pos = weigh(pos, neg, log_n, pairs, options)  # (a, N), (a, M)
+        if pairs.log_weights is not None:
+            log_w = log_w + pairs.log_weights
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
@@ -281,19 +283,22 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     elif objective == "triplet":
         losses = triplet(t * pos, t * neg, log_w, options["margin"])
     else:
-        found = _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options)
+        found = _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options)
         log_negatives, clamped, log_share = found
         _warn_of_the_floor(clamped, options)
         losses = OF_LOGITS[objective](pos, log_negatives)
-    return _Answers(losses, pos, neg, log_w, clamped, log_share)
+    count = losses.new_full((), len(losses))
+    if pairs.ragged:
+        has_positive = (pos > FAR).any(1)
+        losses, count = losses.masked_fill(~has_positive, 0), has_positive.sum().to(losses)
+    return _Answers(losses, count, pos, neg, log_w, clamped, log_share)
 
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
 
     Options of a call override those given here. An nn.Parameter as temperature is learned, and so
-    are the parameters of an nn.Module as weights or objective. In other libraries, ContrastiveLoss
-    is the loss of pairs with a margin by Hadsell et al."""
+    are the parameters of an nn.Module as weights or objective."""
 
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
@@ -315,64 +320,47 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-# A rule maps logits (A, N) to log weights (A, N). For tilted, hardest and transported a constant of
-# the row is free: `weigh` chooses it. A rule sees some rows at a time. No gradient of it is written
-# by hand: edit it, and training follows at every batch size.
-# To add a rule, pass the function itself: contrastive_loss(x, y, weights=my_rule). Or write it
-# here: its name in WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its
-# call in `by_rule`, its options in Options.
-# What is masked has to stay far below the rest: end with `+ uniform(logits)`; for a passed function
-# `by_rule` does it. If masked logits could overflow on the way, change their sign or give NaN, as
-# in a log or a root, make them 0 first.
-# With τ⁺ > 0 and several positives, a rule weighs positives as well: `by_rule` is then called with
-# x the positives, and with the candidates as logits. Read what a rule compares with, such as the
-# threshold of `top`, off the candidates; a passed function gets x alone. If a rule cannot weigh
-# positives, or weighs near candidates less, forbid "exact" in `settle`.
+# A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time, so a row may not
+# depend on another. No gradient of it is written by hand: edit it, and training follows.
 
 WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
 
 # What does not count has a logit, or a log weight, of MASKED. e^MASKED is 0, and unlike −∞ it has
-# no NaN around it: 0 · MASKED and MASKED − MASKED are 0. After arithmetic, a logit below FAR is
-# taken for a masked one.
+# no NaN around it: 0 · MASKED and MASKED − MASKED are 0. After arithmetic, what is below FAR counts
+# as masked; the ranges in Options keep it there, and finite in float32.
 MASKED, FAR = -1e30, -1e20
 
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
     What is masked stays masked: adding uniform(logits) to x masks x where logits are masked."""
-    # hardshrink gives 0 from −1e20 to 1e20, and what it gets beyond: masked stays masked. It is one
-    # pass over the matrix; a boolean mask and a fill take eight times as long
+    # hardshrink gives 0 from −1e20 to 1e20, and what it gets beyond: masked stays masked, in an
+    # eighth of the time of a boolean mask and a fill
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
 def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
     With mean 1, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`. With the weights held, an anchor's candidates get
-    gradients in the shares of `uniform` at t/(1 + β).
+    Limits: β = 0 is `uniform`, β → ∞ `hardest`.
     Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    # below 1e-10, β · MASKED is above FAR: no harm, as the logits themselves are MASKED. Below
-    # 1e-15, β s is less than rounding, and far lower β · MASKED would mask no more
-    if beta < 1e-15:
-        return uniform(logits)
-    return beta * logits
+    # 1e-15 is rounding for what counts, and still masks what is MASKED
+    return max(beta, 1e-15) * logits
 
 
 def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik.
     With mean 1 its weight is N; ties share it. x (A, any number): other logits, to be weighed by
     the same threshold. It is `tilted` at β → ∞. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
-    nearest = logits.detach().amax(-1, keepdim=True)
-    return _from(nearest, logits if x is None else x)
+    return top(logits, 1e-9, x)
 
 
 def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α).
-    alpha in (0, 1]: the threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own
-    candidates. One is kept at least, and so is what ties with the last. For the k nearest, take
-    alpha = k / N. x: as in `hardest`. The weight of those that are dropped is not redistributed: w
-    is 0 or 1, its mean ⌈αN⌉/N or more.
+    The threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own candidates. One is kept
+    at least, and so is what ties with the last. For the k nearest, alpha = k / N. x: as in
+    `hardest`. The weight of those that are dropped is not redistributed: w is 0 or 1.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
     # whole numbers: 0.07 · 100 exceeds 7, and its ceiling is 8. Rounded down, so that k / N keeps k
     billionths = int(alpha * 10**9)
@@ -380,18 +368,14 @@ def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     n = (logits > FAR).sum(-1, keepdim=True)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)
     nearest = logits.detach().topk(most).values
-    return _from(nearest.gather(-1, kept - 1), logits if x is None else x)
+    threshold = nearest.gather(-1, kept - 1)
+    x = logits if x is None else x
+    return uniform(x).masked_fill(x < threshold, MASKED)
 
 
-def _from(threshold, logits):
-    """Give weight 1 to the logits from a threshold on."""
-    return uniform(logits).masked_fill(logits < threshold, MASKED)
-
-
-def by_rule(logits, x, potential, t, options):
-    """Weigh logits x (A, any number) by the rule of the options, as it is before `weigh` scales it.
-    logits (A, N): of the anchor's candidates, where `hardest` and `top` find their threshold;
-    potential, t: of `transported`."""
+def by_rule(logits, x, pairs, options):
+    """Weigh logits x (A, any number) by the rule of the options, before `weigh` scales the weights.
+    logits (A, N) are of the anchor's candidates: `hardest` and `top` find their threshold there."""
     rule = options["weights"]
     if rule == "uniform":
         return uniform(x)
@@ -403,69 +387,78 @@ def by_rule(logits, x, potential, t, options):
         return top(logits, options["alpha"], x)
     if rule == "transported":
         epsilon, cost, kappa = options["epsilon"], options["cost"], options["kappa"]
-        return transported(x, potential, t, epsilon, cost, kappa)
-    log_w = rule(x)
+        potential = pairs.potential if x is logits else 0.0  # positives have none
+        return transported(x, potential, pairs.t, epsilon, cost, kappa)
+    try:
+        log_w = rule(x)
+    except Exception as error:
+        error.add_note(f"weights got logits {tuple(x.shape)} of some anchors; {OF_ALL_ANCHORS}")
+        raise
     _check_result("weights", log_w, x.shape)
     return log_w.masked_fill(x < FAR, MASKED).clamp_min(MASKED)  # −∞ is masked, too
 
 
-def weigh(pos, neg, log_n, potential, t, options):
+def weigh(pos, neg, log_n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Uniform, tilted, hardest and transported weights get mean 1 over the candidates: their sum then
     compares with that of N plain ones. `top` keeps 0 or 1, so that fewer candidates weigh less, and
-    a function what it returns. Positives are weighed by the same function of the logit, but without
-    a potential. The weighted mean of a single positive is itself, whatever its weight."""
-    scores, log_w_pos = by_rule(neg, neg, potential, t, options), uniform(pos)
-    log_w = scores  # (A, N)
+    a function what it returns. Positives get the same function of the logit, without a potential;
+    the weighted mean of a single one is itself, so only "exact" asks for its weight."""
+    scores = by_rule(neg, neg, pairs, options)  # (A, N)
+    log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
-        log_w = torch.log_softmax(scores, -1) + log_n[..., None]
+        log_w = torch.log_softmax(scores, -1) + log_n[:, None]
     weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
     if options["tau_plus"] != 0 and weighs_positives:
-        log_w_pos = by_rule(neg, pos, pos.new_zeros(()), t, options)  # (A, M)
-        # the candidates' constant, read off the heaviest one: a difference of sums would round more
+        log_w_pos = by_rule(neg, pos, pairs, options)  # (A, M)
+        # plus the row's constant, log_w − scores, read off the heaviest candidate
         log_w_pos = log_w_pos - scores.amax(-1, keepdim=True) + log_w.amax(-1, keepdim=True)
     return log_w, log_w_pos
 
+
+# To add a rule, pass the function: contrastive_loss(x, y, weights=my_rule). Or write it here: its
+# name in WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in
+# `by_rule`, its options in Options. What is masked has to stay so: add uniform(x) at the end. With
+# τ⁺ > 0 and several positives it gets these as x: compare with the candidates, as `top` does. If it
+# cannot weigh positives, or weighs near candidates less, forbid "exact" in `settle`.
 
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos are logits (A, M) of positives, neg logits (A, N) of candidates. `nce`, `ppcl` and `decoupled`
 # see the negatives as one number, log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, which the formulas call negatives. `simple` and `triplet` act on cosines, without τ⁺.
-# To add an objective, pass a function of pos, neg and log weights. Or write it here: in OF_LOGITS
-# if it sees pos and log_negatives, and also with a branch in `answer` if it has an option; else in
-# OBJECTIVES and with a branch in `answer`. It sees some anchors at a time, so a loss may not depend
-# on another row. Without negatives log_negatives is below FAR: no infinity or NaN may come of it.
-# Under ppcl alone, labels name positives: `_who` adds a column for each candidate to pos, MASKED
-# where it is none, so that M grows by N.
-# To add a way of debiasing: its name in Options and `settle`, its function here, a branch in
-# `_log_negatives`; `weigh` asks for "exact" where it weighs a single positive.
+# Without negatives log_negatives is below FAR: no infinity or NaN may come of it. Where labels name
+# positives, `_who` adds a column for each candidate to pos, MASKED where it is none.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
-    0 for an anchor without negatives. Several positives are pooled inside the logarithm; [1] Eq. 2
-    averages outside. Limits, for one positive, uniform weights, τ⁺ = 0: t → 0 of t · nce is half
-    `triplet` on `hardest`, without margin; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
+    0 for an anchor without negatives. Limits, for one positive, uniform weights, τ⁺ = 0: t → 0 of
+    t · nce is half `triplet` on `hardest`, without margin; t → ∞ is log(1 + N) + N/(1 + N)/t ·
+    `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     return -F.logsigmoid(log_sum(pos) - log_negatives)
+
+
+def each(pos: Tensor, log_negatives: Tensor) -> Tensor:
+    """Compute `nce` of each positive alone: −1/M Σ_m log( e^{p_m} / (e^{p_m} + negatives) ).
+    Ref: [1] Eq. 2, as printed"""
+    losses = -F.logsigmoid(pos - log_negatives[:, None])  # (A, M)
+    return _mean_over_positives(losses, pos)
 
 
 def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute the partially pseudo-labelled loss, a mean over positives of log shares.
         −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + negatives) )
-    pos is MASKED where an anchor has fewer positives. It is `nce` + logsumexp_m p_m − mean_m p_m:
-    `nce` itself for one positive. Ref: [3] Eq. 8"""
-    is_positive = pos > FAR
-    mean = pos.masked_fill(~is_positive, 0).sum(-1) / is_positive.sum(-1)
-    return nce(pos, log_negatives) + log_sum(pos) - mean
+    It is `nce` + logsumexp_m p_m − mean_m p_m: `nce` itself for one positive. Ref: [3] Eq. 8"""
+    return nce(pos, log_negatives) + log_sum(pos) - _mean_over_positives(pos, pos)
 
 
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
     0 for an anchor without negatives. Unlike in `nce`, an easy positive does not shrink the
-    gradient. Let D(t) be this loss with one positive, uniform weights, τ⁺ = 0. Where no floor
-    binds, `nce` at τ⁺ = 1/(N + 1) is D(t) + log(1 + 1/N), and D with `tilted` weights instead is
-    D(t/(1 + β)) − D(t/β) + log N. Ref: [12] Eq. 6"""
+    gradient. For one positive, where no floor binds, `nce` at τ⁺ = 1/(N + 1) is this loss plus
+    log(1 + 1/N). With `tilted` weights it is D(t/(1 + β)) − D(t/β) + log N, D that of uniform ones.
+    Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
@@ -474,7 +467,7 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     pos, neg are cosines. Negatives are averaged: [4] has a factor λ before their sum, here 1/N, or
     1/⌈αN⌉ for `top`. An anchor without negatives keeps its first term.
     Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
-    return _weighted_mean(neg, log_w) - pos.mean(-1)
+    return _weighted_mean(neg, log_w) - _mean_over_positives(pos, pos)
 
 
 def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
@@ -483,7 +476,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
     Ref: [2] IV; at η = 0 on `hardest` weights it is twice [4] Eq. 6"""
     differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
     hinges = F.relu(2 * differences + margin)
-    return _weighted_mean(hinges, log_w[:, None]).mean(1)
+    return _mean_over_positives(_weighted_mean(hinges, log_w[:, None]), pos)
 
 
 def _weighted_mean(x, log_w):
@@ -492,22 +485,30 @@ def _weighted_mean(x, log_w):
     return (torch.softmax(log_w, -1) * x).sum(-1)
 
 
-OF_LOGITS = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}  # these have τ⁺
-OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
+def _mean_over_positives(x, pos):
+    """Average x (A, M) over the positives that an anchor has."""
+    is_positive = pos > FAR
+    return torch.where(is_positive, x, 0).sum(1) / is_positive.sum(1).clamp_min(1)
 
-# Some candidates are of the anchor's own class: false negatives. An anchor cannot know which, but
-# where τ⁺ says how many there are, and positives show what they look like, their expected sum can
-# be subtracted. `published` is what [1] does, `exact` what its definition of q asks for.
+
+OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # these have τ⁺
+OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
+# To add an objective, pass a function of pos, neg and log weights. Or write it here: in OF_LOGITS
+# if it sees pos and log_negatives, else in OBJECTIVES; with an option, or in OBJECTIVES, also with
+# a branch at the end of `answer`. It sees some anchors at a time: no row may depend on another.
+
+# Some candidates are of the anchor's own class: false negatives. τ⁺ says how many, and positives
+# show what they look like, so their expected sum can be subtracted. `published` is what [1] does,
+# `exact` what its definition of q asks for.
 
 
 def published(log_all, log_positive, log_total, tau_plus, t):
     """Subtract the false negatives to be expected, whatever the weights.
         log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),    W = Σ_j w_j
 
-    log_all (A,): log Σ_j w_j e^{s_j}; log_positive (A,): log E⁺, the weighted mean of e^p over
-    positives; log_total: log W; tau_plus: τ⁺, both (A,) or () → (A,), and where the floor holds.
-    No cosine is below −1, so no less than the floor can be left. At the floor the result has no
-    gradient but in t, and in W if the weights are a function's.
+    log_all: log Σ_j w_j e^{s_j}; log_positive: log E⁺, the weighted mean of e^p over positives;
+    log_total: log W; tau_plus: τ⁺, (A,) each → (A,), and where the floor holds. No cosine is below
+    −1, so no less than the floor can be left; there the negatives get no gradient.
     For uniform weights W τ⁺ E⁺ is the expected sum over false negatives; for others the formula
     does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)"""
     floor = log_total - 1 / t
@@ -523,10 +524,8 @@ def exact(log_all, log_positive, log_total, log_share, least, most):
     log_share (A,): log τ_i of `class_share`; least, most (A,): bounds of the result. Hard weights
     raise a mean, so it is at least W times the published mean for uniform weights, which also
     stands where τ_i ≥ 1. It is at most W times the largest e^s; if the lower bound exceeds that,
-    the lower bound wins. To be of use it needs positives that are samples of the class, four or
-    more, and t ≥ 0.3. The other arguments are those of `published`, and so is the result, but that
-    it tells where nothing is left, and not where the lower bound holds.
-    Ref: [1], q_β⁻"""
+    the lower bound wins. It needs positives that are samples of the class, four or more, and
+    t ≥ 0.3. → the result, and where nothing is left. Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_all, log_positive, log_total, log_share)
     clamped = nothing_left & (log_all > FAR)
     rest = torch.minimum(rest, most).maximum(least)
@@ -537,7 +536,8 @@ def class_share(pos, log_w_pos, log_n, log_total, tau_plus):
     """Compute log τ_i (A,), τ_i the share of all weight that the anchor's class has.
         τ_i = τ⁺ (1/M Σ_m w⁺_m) / (W / N),     w⁺ and w by one function of the logit
     At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
-    log_mean_pos = log_sum(log_w_pos) - log_sum(uniform(pos))
+    m = (pos > FAR).sum(1).clamp_min(1).to(pos.dtype)
+    log_mean_pos = log_sum(log_w_pos) - m.log()
     return tau_plus.log() + log_mean_pos - log_total + log_n
 
 
@@ -563,15 +563,15 @@ def _log_mean(pos, log_w_pos):
 
 
 def _warn_of_the_floor(clamped, options):
-    """Say that a given τ⁺ leaves nothing. The default 1 / (N_i + 1) subtracts about one positive's
-    e^p, so that the floor marks anchors whose negatives are all far away: these are solved."""
+    """Say that a given τ⁺ leaves nothing. By default it subtracts about one positive's e^p, so that
+    the floor marks anchors whose negatives are all far away: these are solved."""
     given = options["tau_plus"]  # neither None nor 0
     most = max(2, len(clamped))  # a single anchor is no reason to warn
     if given and _may_read(clamped) and 2 * clamped.sum() > most:
         _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
 
 
-def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
+def _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options):
     """Compute the log of the debiased sum (A,), where it is clamped, and, if exact, log τ_i."""
     log_all = log_sum(neg, log_w)
     clamped = torch.zeros_like(log_all, dtype=torch.bool)
@@ -582,12 +582,14 @@ def _log_negatives(pos, neg, log_w, log_w_pos, log_n, t, options):
     else:
         tau_plus = torch.full_like(log_n, options["tau_plus"])
     of_mean_one = options["weights"] in ("uniform", *SCALED_TO_MEAN_ONE)
+    of_mean_one = of_mean_one and pairs.log_weights is None
     log_total = log_n if of_mean_one else log_sum(log_w)
     log_positive = _log_mean(pos, log_w_pos)
     if options["debias"] == "published":
-        rest, clamped = published(log_all, log_positive, log_total, tau_plus, t)
+        rest, clamped = published(log_all, log_positive, log_total, tau_plus, pairs.t)
         return rest, clamped, None
-    plain, _ = published(log_sum(neg), _log_mean(pos, uniform(pos)), log_n, tau_plus, t)
+    plain_pos = _log_mean(pos, uniform(pos))
+    plain, _ = published(log_sum(neg), plain_pos, log_n, tau_plus, pairs.t)
     least = plain - log_n + log_total  # of N plain negatives → of total weight W
     most = neg.amax(-1) + log_total
     log_share = class_share(pos, log_w_pos, log_n, log_total, tau_plus)
@@ -604,12 +606,15 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    own: Tensor  # (A, any number), columns that show the anchor's own sample, such as itself
+    own: Tensor  # (A, any number), columns of the anchor's own sample, such as itself; −1 for none
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
+    log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
     candidate_labels: Tensor | None = None  # (N,)
+    by_label: bool = False  # candidates of an anchor's label are its positives
+    ragged: bool = False  # anchors have different numbers of positives, or none
     alike: bool = False  # the candidates are the anchors, of all ranks
 
     def of(self, rows: slice) -> _Pairs:
@@ -624,75 +629,94 @@ class _Pairs(NamedTuple):
 
 
 # A new field of `_Pairs` belongs in the first list if it has a row for each anchor, as blocks and
-# ranks share these out; and in the second if it may have a gradient, else blocks would lose it. It
-# is then a tensor in every call; in both lists, one of A rows. One with an entry for each candidate
-# is gathered in `_line_up`: column rank·V·B + view·B + sample.
-PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "labels")
+# ranks share these out; and in the second if it may have a gradient, else blocks would lose it.
+PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")
 MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
 
 
-def _line_up(views, negatives, positive_index, negative_mask, labels, group, options):
+def _line_up(options, views, negatives, positive_index, mask, log_weights, labels, group):
     """Line up the anchors of a batch, their positives and their candidates."""
     project = unit if options["normalize"] else _upcast
     z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
-    t = options["temperature"]
-    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # 16 bits: too few for its gradient
-    found = {"t": t, "potential": z.new_zeros(())}
+    device = z.device
     if negatives is None:
         anchors, candidates = z, gather(z, group)
         # row i + k·B, counted around the end, shows the sample of row i, k views later
         positives = [z.roll(-k * b, 0) for k in range(1, v)]
         first = 0 if group is None else distributed.get_rank(group) * len(z)
-        columns = torch.arange(first, first + len(z), device=z.device)
+        columns = torch.arange(first, first + len(z), device=device)
         own = columns.view(v, b).T.repeat(v, 1)  # (A, V): i, i + B, … for rows i, i + B, …
     else:
         anchors, *positives = z.split(b)
         candidates = project(negatives.to(z.dtype))
-        own = torch.empty(b, 0, dtype=torch.long, device=z.device)
+        own = torch.empty(b, 0, dtype=torch.long, device=device)
     if positive_index is not None:
-        own = torch.as_tensor(positive_index, device=z.device).long()[:, None]
+        own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
+    if v > 1:
+        cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
+    elif positive_index is not None:
+        cosines = _cosines_with(anchors, candidates, own)
+    else:
+        cosines = anchors[:, :0]  # positives are found by labels, in `_who`
+    t = options["temperature"]
+    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # 16 bits: too few for its gradient
+    pairs = _Pairs(anchors, candidates, cosines, own, t, z.new_zeros(()))
+    found = {"ragged": v == 1, "alike": negatives is None}
     if labels is not None:
-        labels = torch.as_tensor(labels, device=z.device)
+        labels = torch.as_tensor(labels, device=device)
         labels, of_rows = labels[:b], labels[b:]  # of_rows: of negatives
         if negatives is None:
             labels = labels.repeat(v)
             of_rows = gather(labels, group)
         found |= {"labels": labels, "candidate_labels": of_rows}
-    if negative_mask is not None:
-        mask = torch.as_tensor(negative_mask, device=z.device)
-        found["mask"] = mask.expand(len(anchors), -1)
-    cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
-    return _Pairs(anchors, candidates, cosines, own, alike=negatives is None, **found)
+        named = positive_index is not None if v == 1 else options["objective"] != "ppcl"
+        found["by_label"] = not named
+    if mask is not None:
+        found["mask"] = torch.as_tensor(mask, device=device).expand(len(anchors), -1)
+    if log_weights is not None:
+        found["log_weights"] = log_weights.detach().to(z).expand(len(anchors), -1)
+    return pairs._replace(**found)
+
+
+def _cosines_with(anchors, candidates, own):
+    """Compute the cosines (B, P) of anchors with the candidates own, MASKED where own is −1."""
+    index = own.clamp_min(0)
+    if candidates.ndim == 2:
+        rows = candidates[index]  # (B, P, D)
+    else:
+        rows = candidates.take_along_dim(index[:, :, None], 1)
+    return (anchors[:, None] * rows).sum(2).masked_fill(own < 0, MASKED)
 
 
 def _who(pairs, options):
     """Answer question 1: logits of positives (a, M), of candidates (a, N), and log N_i.
     This is where cosines are divided by t. A logit is MASKED where the candidate is no negative."""
     anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t
+    if pairs.ragged:
+        pos = pos.masked_fill(pairs.pos_cosines < FAR, MASKED)
     if pairs.candidates.ndim == 2:
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
         neg = torch.einsum("ad,and->an", anchors, pairs.candidates)
-    if options["objective"] == "ppcl" and pairs.labels is not None:
-        others = pairs.labels[:, None] != pairs.candidate_labels
-        others.scatter_(1, pairs.own, True)
-        pos = torch.cat([pos, neg.masked_fill(others, MASKED)], 1)  # (a, M + N)
+    if pairs.by_label:
+        alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
+        _drop_(alike, pairs.own)
+        pos = torch.cat([pos, alike], 1)  # (a, M + N)
     log_n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
     return pos, neg, log_n
 
 
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
-    """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i: (a,), or ().
+    """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i (a,).
     In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in a
     sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0. If you add a mask,
-    extend the condition of the first return. If it may mask (i, j) without (j, i), also that of
-    `symmetric` in `_couple`: a threshold of logits does, as both are rounded on their own."""
-    neg.scatter_(1, pairs.own, MASKED)
+    it is no longer `plain`; if it may mask (i, j) without (j, i), as margins do, a coupling is no
+    longer `symmetric`: see `_couple`."""
+    _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
-    if pairs.mask is None and pairs.labels is None and margins == (None, None):
-        count = neg.shape[1] - pairs.own.shape[1]
-        return neg.new_full((), math.log(max(1, count)))
+    plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
+    may_repeat = pairs.own.shape[1] > 1 and not pairs.alike  # a column in a row of own
     if pairs.mask is not None:
         neg.masked_fill_(~pairs.mask, MASKED)
     if pairs.labels is not None:
@@ -700,8 +724,20 @@ def _mask_(neg, pos, pairs, options):
     if margins != (None, None):
         limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)
         neg.masked_fill_(neg > limit / pairs.t, MASKED)
-    counts = (neg > FAR).sum(1)
+    if plain and not may_repeat:  # saves a pass over the matrix
+        counts = neg.shape[1] - (pairs.own >= 0).sum(1)
+    else:
+        counts = (neg > FAR).sum(1)
+    if len(counts) > 1 and _may_read(counts) and not counts.any():
+        _warn("no anchor has a candidate: check negative_mask, labels, margins, positive_index")
     return counts.clamp_min(1).to(neg.dtype).log()
+
+
+@torch.no_grad()
+def _drop_(x, own):
+    """Mask the columns own (A, any number) of each row of x, in place; −1 names none."""
+    values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)
+    x.scatter_reduce_(1, own.clamp_min(0), values, "amin")
 
 
 def _limit(nearest, margins):
@@ -766,12 +802,11 @@ def transported(
 ) -> Tensor:
     """Count near candidates, but let each candidate have the same total weight over all anchors.
         w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
-    The total is the same if all anchors have equally many candidates. logits (A, N) are of unit
-    rows; potential: the g (N,) of `sinkhorn`; t is that of the logits, as costs are of cosines.
-    With mean 1, w_ij = N P*(j | i).
+    logits (A, N) are of unit rows; potential: the g (N,) of `sinkhorn`; t is that of the logits, as
+    costs are of cosines. With mean 1, w_ij = N P*(j | i).
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and all columns have equally
-    many entries, as in a batch; in a bank with positives they have not. "sqeuclidean" at g = 0 is
-    `tilted` at β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
+    many entries, as in a batch. "sqeuclidean" at g = 0 is `tilted` at β = t/ε.
+    Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
     # a masked logit becomes a cosine of −2, as its cost could overflow; `uniform` masks it again
     cosines = t * logits.clamp_min(-2 / t)
     log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
@@ -795,15 +830,13 @@ def sinkhorn(
     the error after every eighth step. Fully masked rows and columns carry no mass; A and N do not
     count them. Differentiable; autograd stores 2·A·N numbers for each step.
 
-    Rate: let μ be the singular values of √(AN) P, or its eigenvalues if it is symmetric, but for
-    the largest, 1. A step multiplies an error by up to μ²: hundreds of steps for clustered rows at
-    ε = 0.1, where μ is near 1. A symmetric step multiplies it by |μ (1 − μ)| / 2: by 1/8 at most if
-    no μ is negative. With negative ones, under labels or in batches of two to four samples, it may
-    take up to twice as many. Both take about 1/error steps if the masks force an unmasked entry to
-    0. Masks may leave no coupling at all: a label must not have more than half of the anchors.
-    Ref: [2] Eq. 5"""
+    Rate: let μ be the singular values of √(AN) P but for the largest, 1. A step multiplies an error
+    by up to μ²: hundreds of steps for clustered rows at ε = 0.1, where μ is near 1. A symmetric one
+    multiplies it by |μ (1 − μ)| / 2, μ the eigenvalues: by 1/8 at most if none is negative, as some
+    are under labels or in batches of two to four samples. Masks that force an unmasked entry to 0
+    take about 1/error steps; they may leave no coupling: a label must not have more than half of
+    the anchors. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
-    # f lacks −log A until the end: rows of e^{f + log_kernel + g} sum to 1, its columns to A/N
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel(), g)
@@ -811,14 +844,14 @@ def sinkhorn(
         columns = (column_sums > FAR).sum().clamp_min(1)
         r = _zero_if_masked(row_sums)
         if step > 0:  # f and g are of the step before, and r tells how good they were
-            error = torch.expm1(f + r).abs().sum() / rows  # rows of P sum to e^{f + r} / A
+            error = torch.expm1(f + r + rows.log()).abs().sum() / rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -r
+        f = -r - rows.log()
         g = (rows / columns).log() - _zero_if_masked(column_sums)
         if symmetric:
             f = g = (f + g) / 2
-    return f - rows.log(), g, error
+    return f, g, error
 
 
 def _log_sums(blocks, g):
@@ -827,7 +860,6 @@ def _log_sums(blocks, g):
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
-        # a list of small tensors would lie between large ones, and keep freed memory from reuse
         row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
         sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
         column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
@@ -846,15 +878,14 @@ def _stops(error, step, max_steps, tolerance):
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
     converged = not error.item() > tolerance  # or NaN, which `_check_finite` tells of
     if step == max_steps and not converged:
-        _warn(
-            f"Sinkhorn stopped after {step} steps, above its tolerance {tolerance:.0e}: "
-            "raise epsilon, or check that labels leave enough candidates"
-        )
+        advice = "raise epsilon, or check that labels leave enough candidates"
+        _warn(f"Sinkhorn stopped after {step} steps, above {tolerance:.0e}: {advice}")
     return converged or step == max_steps
 
 
 def _potential(pairs, group, options):
     """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
+    pairs = pairs._replace(log_weights=None)  # these come after the coupling
     gathered = {name: gather(getattr(pairs, name), group) for name in PER_ANCHOR}
     with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
         return _uncompiled(_couple, pairs._replace(**gathered), options)
@@ -866,7 +897,7 @@ def _couple(pairs, options):
     def kernel_of(rows):
         some = pairs.of(rows)
         neg = _who(some, options)[1]
-        return by_rule(neg, neg, some.potential, some.t, options)  # the potential is still 0
+        return by_rule(neg, neg, some, options)  # the potential is still 0
 
     margins = options["absolute_margin"], options["relative_margin"]
     symmetric = pairs.alike and pairs.mask is None and margins == (None, None)
@@ -891,24 +922,26 @@ def mine(
     absolute_margin: float | None = None,
     relative_margin: float | None = None,
     labels: Tensor | None = None,
-) -> Tensor:
+    scores: bool = False,
+):  # a type would need overloads
     """Find the k nearest documents of each query that are no positives: hard negatives.
     queries (n, D), documents (N, D), of any floating dtype, on one device → rows of documents
     (n, k), nearest first; −1 where fewer are left.
 
-    positives       (n,): the row of each query's own document, which is not taken; None: row i
-    labels          (N,): documents with the label of the query's own document are not taken
+    positives       (n,), or (n, P) padded with −1: the rows of each query's own documents, which
+                    are not taken; None: row i
+    labels          (N,): documents with the label of a query's own one are not taken
     absolute_margin, relative_margin    leave out likely false negatives, as in `contrastive_loss`:
-                    c is the cosine of the query's own document. 0.05 is a common relative one
+                    c is the largest cosine of the query's own documents; 0.05 is a common one
     skip            how many of the nearest that are left to leave out as well
+    scores          also return the cosines (n, k), −∞ where fewer are left
 
     To train on them, embed them again, with a gradient, and mask the places of −1:
         rows = mine(all_x, all_y, k)[batch]                                      # (B, k)
         y_found = encoder(inputs[rows.clamp_min(0).flatten()])                   # (B k, D)
         y_found = y_found.unflatten(0, rows.shape)                               # (B, k, D)
         contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
-    Cost: n·N·D, and the memory of unit documents and of a block of cosines: 64 MB in float32, or
-    128 rows if these are more"""
+    Cost: n·N·D, and the memory of unit documents and of a block of cosines, 64 MB"""
     _check_tensor("queries", queries, "floating", ("n", "D"))
     _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
     _check_number("k", k, 1)
@@ -918,8 +951,9 @@ def mine(
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
         positives = torch.arange(n, device=device)
     positives = torch.as_tensor(positives, device=device)
-    _check_tensor("positives", positives, "whole", (n,))
+    _check_tensor("positives", positives, "whole", (n,), (n, "P"))
     _check_rows("positives", positives, size)
+    positives = positives.view(n, -1)
     _check_tensor("labels", labels, None, (size,))
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
@@ -933,29 +967,32 @@ def mine(
         # preallocate: fresh memory for each block would cost as much as its selection
         matrix = queries.new_empty(rows_at_once, size)
         found = torch.full((n, k), -1, device=device)
-        # −∞, not MASKED: there is no gradient here, and it marks what is not to be found
+        cosines_found = queries.new_full((n, k), -INF)
         for rows in _slices(n, rows_at_once):
-            own = positives[rows, None]
+            own = positives[rows]  # (a, P)
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
-            limit = _limit(cosines.gather(1, own), (absolute_margin, relative_margin))
-            cosines.masked_fill_(cosines > limit, -INF)
+            of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
+            limit = _limit(of_own.amax(1, keepdim=True), (absolute_margin, relative_margin))
             if labels is not None:
-                cosines.masked_fill_(labels[own] == labels, -INF)
-            cosines.scatter_(1, own, -INF)
+                for column in own.unbind(1):  # (a,)
+                    alike = labels[column.clamp_min(0), None] == labels
+                    cosines.masked_fill_(alike & (column >= 0)[:, None], MASKED)
+            cosines.masked_fill_(cosines > limit, MASKED)
+            _drop_(cosines, own)
             nearest, index = cosines.topk(min(k + skip, size))
-            index.masked_fill_(nearest == -INF, -1)
-            left = index[:, skip:]
+            absent = nearest[:, skip:] < FAR
+            left = index[:, skip:].masked_fill(absent, -1)
             found[rows, : left.shape[1]] = left
-    return found
+            cosines_found[rows, : left.shape[1]] = nearest[:, skip:].masked_fill(absent, -INF)
+    return (found, cosines_found) if scores else found
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
     log_w (A, N), up to a constant of each row, −∞ for what must not be drawn → indices (A, k):
     rows[draw(log_w, k)] are `negatives` (A, k, D). With log_w = tilted(x @ rows.T / t), say, hard
-    ones come more often, so the loss then takes uniform weights. generator: on log_w's device.
-    Raises ValueError, on a CPU, if a row has too few candidates."""
+    ones come more often, so the loss then takes uniform weights. generator: on log_w's device."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -970,29 +1007,31 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
-# gets some anchors at a time. A gradient reaches the fields MAY_LEARN of the pairs, such as t, and
-# what functions of one's own hold, but no tensor in the options. `answer` runs for each
-# block, again in the backward pass of reduction="none", and for statistics: no communication
-# between ranks belongs there.
+# gets some anchors at a time. It runs for each block, again where a backward pass needs it, and for
+# statistics: no communication between ranks belongs there.
 
-# glibc maps a large piece of memory, and unmaps it when it is freed; fresh pages cost more than the
-# arithmetic of a block. A piece of 31 MB that is freed, once, makes larger ones alone "large", and
-# lets 62 MB of freed memory wait for the next block.
+# glibc unmaps a large piece of memory when it is freed, and fresh pages cost more than a block's
+# arithmetic. A piece of 31 MB that is freed, once, makes it keep smaller ones for the next block.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
-def _evaluate(pairs, options):
-    """Compute the losses of all anchors, (A,), or their mean or sum."""
+def _evaluate(pairs, group, options):
+    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        return _uncompiled(_in_blocks, pairs, options, size)
-    return _reduce(answer(pairs, options).losses, options)
-
-
-def _reduce(losses, options):
+        value, count = _uncompiled(_in_blocks, pairs, options, size)
+    else:
+        found = answer(pairs, options)
+        value, count = _total(found.losses, options), found.count
     if options["reduction"] == "none":
-        return losses
-    return losses.mean() if options["reduction"] == "mean" else losses.sum()
+        return value
+    if group is not None:
+        value, count = _over_ranks(value, count, group)
+    return value / count.clamp_min(1) if options["reduction"] == "mean" else value
+
+
+def _total(losses, options):
+    return losses if options["reduction"] == "none" else losses.sum()
 
 
 def _block_size(pairs, options):
@@ -1005,7 +1044,6 @@ def _block_size(pairs, options):
     at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
     if len(pairs.anchors) * columns <= at_once:
         return 0
-    # a block has its gradient at once, so it may be larger than what is kept for a backward pass:
     # 4 MB in float32 on a CPU, the size of its cache. The size changes the speed, and no result
     return max(64, 4 * at_once // columns)
 
@@ -1016,69 +1054,69 @@ def _slices(n, size):
 
 def _in_blocks(pairs, options, size):
     """Do what `_evaluate` does, some anchors at a time."""
-    learned, tensors = [], []
+    names, tensors = [], []  # of what has a gradient; HELD names what a function holds
     if torch.is_grad_enabled():
-        learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
-        tensors = [getattr(pairs, name) for name in learned] + _held(pairs, options)
-    return _InBlocks.apply(pairs, options, size, learned, *tensors)
+        names = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
+        held = _held(pairs, options)
+        tensors = [getattr(pairs, name) for name in names] + held
+        names += [HELD] * len(held)
+    return _InBlocks.apply(pairs, options, size, names, *tensors)
 
 
 class _InBlocks(torch.autograd.Function):
     """Know the gradient of `_in_blocks`, storing no more than the size of the embeddings.
-    That of a mean or sum is computed with it. That of single losses is known in the backward pass
-    alone, which computes each block again. tensors: the fields `learned` of pairs, and what
-    functions of one's own hold; slopes are in the same order. Autograd is off in `forward`, and
-    `_run_blocks` turns it on around copies without a graph."""
+    That of a sum is computed with it. That of single losses is known in the backward pass alone,
+    which computes each block again. Autograd is off in `forward`; `_run_blocks` turns it on."""
 
     @staticmethod
-    def forward(ctx, pairs, options, size, learned, *tensors):
-        ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
+    def forward(ctx, pairs, options, size, names, *tensors):
+        ctx.run = functools.partial(_run_blocks, pairs, options, size, names)
         if options["reduction"] == "none" or not tensors:
-            losses, _ = ctx.run()
-            # candidates, which may be the caller's own tensor: so that autograd tells if they have
-            # changed before the backward pass
+            losses, count, _ = ctx.run(tensors, None)
+            # candidates, too: so that autograd tells if they change before the backward pass
             ctx.save_for_backward(pairs.candidates, *tensors)
         else:
-            by_losses = torch.ones_like(pairs.pos_cosines[:, 0])
-            if options["reduction"] == "mean":
-                by_losses /= len(by_losses)
-            losses, slopes = ctx.run(tensors, by_losses)
+            losses, count, slopes = ctx.run(tensors, torch.ones_like(pairs.anchors[:, 0]))
             ctx.save_for_backward(*slopes)
-        return _reduce(losses, options)
+        ctx.mark_non_differentiable(count)
+        return _total(losses, options), count
 
     @staticmethod
-    def backward(ctx, by_value):
+    def backward(ctx, by_value, _):
         if torch.is_grad_enabled():  # under create_graph=True alone
             raise RuntimeError("to differentiate this loss twice, give it block_size=0")
         if by_value.ndim == 0:
             slopes = [by_value * slope for slope in ctx.saved_tensors]
         else:
-            _, slopes = ctx.run(ctx.saved_tensors[1:], by_value)
+            *_, slopes = ctx.run(ctx.saved_tensors[1:], by_value)
         return None, None, None, None, *slopes
 
 
-def _run_blocks(pairs, options, size, learned, tensors=(), by_losses=None):
-    """Compute the losses (A,) in blocks, and the gradient of by_losses · losses in the tensors."""
+def _run_blocks(pairs, options, size, names, tensors, by_losses):
+    """Compute losses (A,), how many count, and the gradient of by_losses · losses in tensors."""
     # preallocate: what is made in a block and stays would keep the memory of the block from reuse
-    losses = torch.empty_like(pairs.pos_cosines[:, 0])
+    losses = torch.empty_like(pairs.anchors[:, 0])
+    count = torch.zeros_like(losses[0])
     slopes = [torch.zeros_like(x) for x in tensors]
-    held = list(tensors[len(learned) :])
     for rows in _slices(len(losses), size):
         some = pairs.of(rows)
-        leaves = {name: getattr(some, name).detach().requires_grad_() for name in learned}
-        with torch.set_grad_enabled(len(tensors) > 0):
-            part = answer(some._replace(**leaves), options).losses
-        losses[rows] = part.detach()
-        if tensors:
+        leaves = {x: getattr(some, x).detach().requires_grad_() for x in names if x != HELD}
+        with torch.set_grad_enabled(by_losses is not None):
+            found = answer(some._replace(**leaves), options)
+        losses[rows] = found.losses.detach()
+        count += found.count
+        if by_losses is not None:
+            wanted = [leaves.get(name, x) for name, x in zip(names, tensors, strict=True)]
             # what functions hold may have a graph of its own, which each block goes through
-            again = {"retain_graph": len(held) > 0, "materialize_grads": True}
-            wanted = list(leaves.values()) + held
-            by_wanted = torch.autograd.grad(part, wanted, by_losses[rows], **again)
-            # names run out where tensors are held by functions, which all blocks share
-            for name, slope, found in zip_longest(learned, slopes, by_wanted):
-                place = rows if name in PER_ANCHOR else ...
-                slope[place] += found
-    return losses, slopes
+            again = {"retain_graph": HELD in names, "materialize_grads": True}
+            by_wanted = torch.autograd.grad(found.losses, wanted, by_losses[rows], **again)
+            for name, slope, part in zip(names, slopes, by_wanted, strict=True):
+                place = rows if name in PER_ANCHOR else ...  # all of it
+                slope[place] += part
+    return losses, count, slopes
+
+
+HELD = "held"
 
 
 def _held(pairs, options):
@@ -1106,18 +1144,14 @@ def _uncompiled(function, *arguments):
     return function(*arguments)
 
 
-def _as_one_process(value, reduction, group):
-    """Return the loss over all ranks, with a gradient that is right once DDP has averaged it.
-    `gather` sums gradients over ranks, and DDP divides by the number of ranks. That is right for a
-    mean. A sum would come out too small by this number, so it is multiplied by it first."""
-    ranks = distributed.get_world_size(group)
-    total = value.detach().clone()
-    distributed.all_reduce(total, group=group)
-    if reduction == "mean":
-        total = total / ranks
-    else:
-        value = ranks * value
-    return value + (total - value).detach()  # the value of total, the gradient of value
+def _over_ranks(value, count, group):
+    """Sum over ranks, with a gradient that is right once DDP has averaged it.
+    `gather` sums gradients over ranks, and DDP divides by the number of ranks: so a sum would come
+    out too small by this number, and it is multiplied by it first."""
+    totals = torch.stack([value.detach(), count])
+    distributed.all_reduce(totals, group=group)
+    value = distributed.get_world_size(group) * value
+    return value + (totals[0] - value).detach(), totals[1]  # the value of totals, its own gradient
 
 
 class _Gather(torch.autograd.Function):
@@ -1144,21 +1178,18 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
-    To share rows, give the loss group=group, negatives=gather(rows, group) and, as positive_index,
-    rank * len(rows) + i: i (B,) are the places in this rank's rows that show its samples. The mean
-    over ranks of the gradients is that of one process. All ranks need equally many rows. Without a
-    group: x itself."""
+    To share rows: group=group, negatives=gather(rows, group), positive_index=rank * len(rows) + i,
+    where i (B,) are the places in this rank's rows that show its samples. All ranks need equally
+    many rows. Without a group: x itself."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
 
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
-# To add an option: a line and a sentence in Options, and its use; a whole number also in
-# `_check_option`. One that is learned goes where t goes: it may be a tensor in Options and
-# `_check_option`, `_line_up` puts it into a field of `_Pairs`, MAY_LEARN names the field, and
-# `answer` and `_couple` read it there. To add an argument of a call, such as `labels`: in Call,
-# `contrastive_loss`, `_check_call` and `_line_up`.
+# To add an option: a line and a sentence in Options, and its use. One that is learned goes where t
+# goes: `_check_option`, `_line_up`, a field of `_Pairs`, MAY_LEARN. An argument of a call, such as
+# `labels`: in Call, `contrastive_loss`, `_check_call` and `_line_up`.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -1258,13 +1289,14 @@ def settle(given: Options) -> Options:
     for name, value in of_loss:
         if options[name] is None:
             options[name] = value
-    if options["objective"] not in OF_LOGITS:
+    weights, objective = options["weights"], options["objective"]
+    if objective not in tuple(OF_LOGITS):
         options["tau_plus"] = 0.0
-    by_coupling = options["weights"] == "transported"
+    by_coupling = weights == "transported"
     if options["detach_weights"] is None:
         options["detach_weights"] = by_coupling
-    can_weigh_positives = options["weights"] in WEIGHTS and not by_coupling
-    fits = can_weigh_positives and options["objective"] in OF_LOGITS
+    can_weigh_positives = weights in WEIGHTS and not by_coupling
+    fits = can_weigh_positives and objective in tuple(OF_LOGITS)
     fits = fits or options["debias"] == "published"
     _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
     return options
@@ -1295,10 +1327,12 @@ def _check_number(name, value, low, high=INF, kind=numbers.Integral):
         _require(False, name, repr(value), f"{words} from {low:g} to {high:g}")
 
 
-def _check_call(views, negatives, positive_index, negative_mask, labels, group, options):
-    """Check that views, negatives, positive_index, negative_mask and labels fit together."""
-    several = "at least two floating tensors (B, D) of one shape; labels go in labels="
-    _require(len(views) >= 2, "views", f"{len(views)} given", several)
+def _check_call(options, views, negatives, positive_index, mask, log_weights, labels, group):
+    """Check that the tensors of a call fit together."""
+    several = "two or more floating tensors (B, D) of one shape; labels go in labels="
+    alone = "; or one, with labels=, or with negatives= and positive_index="
+    named = len(views) == 1 and (labels is not None or positive_index is not None)
+    _require(len(views) >= 2 or named, "views", f"{len(views)} given", several + alone)
     for i, view in enumerate(views):
         fits = _fits(view, "floating", ("B", "D")) and view.shape == views[0].shape
         _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
@@ -1320,9 +1354,14 @@ def _check_call(views, negatives, positive_index, negative_mask, labels, group, 
         wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
         _require(shared or rule != "transported", "weights", rule, wanted)
         _require(shared or labels is None, "labels", "given", "None with negatives (B, K, D)")
-    _check_tensor("positive_index", positive_index, "whole", (b,))
+        if shared and group is not None and _may_read(negatives):
+            _check_shared(negatives, group)
+    _check_tensor("positive_index", positive_index, "whole", (b,), (b, "P"))
     _check_rows("positive_index", positive_index, n)
-    _check_tensor("negative_mask", negative_mask, "boolean", (a, n), (n,))
+    _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
+    _check_tensor("log_weights", log_weights, "floating", (a, n), (n,))
+    fits = log_weights is None or options["debias"] == "published"
+    _require(fits, "log_weights", "given", "None with exact debiasing")
     _check_tensor("labels", labels, None, (rows,))
 
 
@@ -1340,30 +1379,40 @@ def _check_tensor(name, x, kind, *shapes):
 
 def _fits(x, kind, shape):
     """Whether x is a tensor of a kind and a shape, where a letter is any length above 0."""
-    if not torch.is_tensor(x) or x.ndim != len(shape) or kind not in (None, _kind_of(x)):
+    if not torch.is_tensor(x) or x.ndim != len(shape):
+        return False
+    is_kind = {"floating": x.is_floating_point(), "boolean": x.dtype == torch.bool}
+    is_kind["whole"] = not any(is_kind.values())
+    if kind is not None and not is_kind[kind]:
         return False
     sizes = zip(x.shape, shape, strict=True)
     return all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
-
-
-def _kind_of(x):
-    if x.is_floating_point():
-        return "floating"
-    return "boolean" if x.dtype == torch.bool else "whole"
 
 
 def _check_rows(name, index, n):
     """Check, on a CPU, that numbers of rows lie between 0 and n − 1."""
     if index is None or torch.is_tensor(index) and not _may_read(index):
         return
-    rows = index.tolist() if torch.is_tensor(index) else index
+    rows = torch.as_tensor(index, device="cpu").flatten().tolist()
     low, high = min(rows), max(rows)
-    _require(low >= 0 and high < n, name, f"from {low} to {high}", f"from 0 to {n - 1}")
+    _require(low >= -1 and high < n, name, f"from {low} to {high}", f"from −1 to {n - 1}")
+
+
+def _check_shared(negatives, group):
+    """Check that negatives (K, D) are the same on every rank: their number and their sum."""
+    number = negatives.new_tensor(len(negatives), dtype=torch.float64)
+    told = gather(torch.stack([number, negatives.detach().double().sum()])[None], group)  # (R, 2)
+    same = torch.allclose(told, told[:1])
+    _require(same, "negatives", "another on each rank", "of all ranks: gather(negatives, group)")
+
+
+OF_ALL_ANCHORS = "a matrix of your own for all anchors goes in log_weights="
 
 
 def _check_result(name, result, shape):
     fits = torch.is_tensor(result) and result.shape == shape
-    _require(fits, name, f"a function to {_describe(result)}", f"one to a tensor {tuple(shape)}")
+    wanted = f"one to a tensor {tuple(shape)}, of some anchors; {OF_ALL_ANCHORS}"
+    _require(fits, name, f"a function to {_describe(result)}", wanted)
 
 
 def _check_finite(name, x):
@@ -1447,11 +1496,11 @@ def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
     """Go from rgb to yiq, scale and turn chroma, and go back: a matrix and an offset an image."""
     for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws.unbind(1)
     changed = (for_jitter < jitter).to(x.dtype)  # 1 or 0
-    light = 1 + changed * _within(for_light, brightness)
-    spread = 1 + changed * _within(for_contrast, contrast)
-    colour = 1 + changed * _within(for_colour, saturation)
+    light = 1 + changed * _between(for_light, (-brightness, brightness))
+    spread = 1 + changed * _between(for_contrast, (-contrast, contrast))
+    colour = 1 + changed * _between(for_colour, (-saturation, saturation))
     colour = colour * (for_gray >= gray)
-    angle = changed * _within(for_hue, hue) * 2 * math.pi
+    angle = changed * _between(for_hue, (-hue, hue)) * 2 * math.pi
     cos = angle.cos() * colour
     sin = angle.sin() * colour
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
@@ -1472,10 +1521,6 @@ def _floats(images):  # half precision is too coarse for the coordinates of pixe
 def _between(draw, ends):
     low, high = ends
     return low + (high - low) * draw
-
-
-def _within(draw, x):
-    return _between(draw, (-x, x))
 
 
 @functools.lru_cache
@@ -1609,12 +1654,6 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     return exponents.logsumexp(0) - math.log(len(exponents))
 
 
-@torch.no_grad()
-def alignment(x: Tensor, y: Tensor) -> Tensor:
-    """Measure how near two views are: E ‖x_i − y_i‖², from 0 (equal) to 4 (opposite). Ref: [5]"""
-    return (unit(x) - unit(y)).square().sum(1).mean()
-
-
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 
 
@@ -1699,28 +1738,6 @@ class Discriminator(nn.Module):
             return self.last(x)[:, 0]
 
 
-def hinge_discriminator(real: Tensor, fake: Tensor) -> Tensor:
-    """Compute L_D = E max(0, 1 − D(x)) + E max(0, 1 + D(G(z))) from scores (B,). Ref: [3] Eq. 5"""
-    return F.relu(1 - real).mean() + F.relu(1 + fake).mean()
-
-
-def hinge_generator(fake: Tensor) -> Tensor:
-    """Compute L_G = −E D(G(z)) from scores (B,). Ref: [3] Eq. 5 leaves f_G open; −x as in [9]"""
-    return -fake.mean()
-
-
-def diversity(images: Tensor, real: Tensor) -> Tensor:
-    """Compare distances to the nearest other image: the mean of generated ones / that of real ones.
-    images, real (B, 3, H, W), B ≥ 2. 1: as diverse as the real ones; 0: all alike. Cost: B² 3HW"""
-    return _mean_nearest_distance(images) / _mean_nearest_distance(real)
-
-
-def _mean_nearest_distance(images):
-    rows = _upcast(images.detach()).flatten(1)
-    distances = torch.cdist(rows, rows).fill_diagonal_(INF)
-    return distances.amin(1).mean()
-
-
 class Game(nn.Module):
     """Play against the encoder: G makes samples that are hard for it, D keeps them looking real.
     pairs       a latent gives two images, G(z) and G_ema(z), each other's positives. False: one
@@ -1786,19 +1803,18 @@ class Game(nn.Module):
         self, images: Tensor, generator: torch.Generator | None = None, read: bool = False
     ) -> dict:
         """Step D on real images (B, 3, size, size) and generated ones, then step G against it.
-        → figures {"d_loss", "g_loss", "diversity"}. read: as in `_descend`. Ref: [3] Eq. 5"""
+        → figures {"d_loss", "g_loss"}. read: as in `_descend`. Ref: [3] Eq. 5"""
         images = _floats(images[: self.batch_size])
         fake = self.G(self.latents(len(images), generator))
         shape = f"of shape {tuple(images.shape)}"
         _require(images.shape == fake.shape, "images", shape, f"of shape {tuple(fake.shape)}")
-        d_loss = hinge_discriminator(self.D(images), self.D(fake.detach()))
+        d_loss = F.relu(1 - self.D(images)).mean() + F.relu(1 + self.D(fake.detach())).mean()
         _descend(d_loss, self.optimizers["D"], "discriminator", read=read)
         self.D.requires_grad_(False)  # D only passes the gradient on
-        g_loss = hinge_generator(self.D(fake))
+        g_loss = -self.D(fake).mean()  # [3] Eq. 5 leaves f_G open; −x as in [9]
         self.D.requires_grad_(True)
         _descend(g_loss, self.optimizers["G"], "generator", read=read)
-        figures = {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
-        return figures | {"diversity": diversity(fake, images)}
+        return {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
 
     def follow(self) -> None:
         """Let G_ema follow G. Ref: [3] Eq. 7"""
@@ -1819,7 +1835,7 @@ class Game(nn.Module):
             optimizer.load_state_dict(state[name])
 
 
-# ---- 12. Training: methods, and one loop. A method is an object with its own state and two calls:
+# ---- 12. Training: methods, and one loop. A method is a SimCLR with a state of its own, and calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
 #     after_step() → figures, once the encoder has moved
 # images (B, 3, H, W) and their places in the training set, index (B,); options go to the criterion.
@@ -1884,7 +1900,7 @@ class Bank(SimCLR):
         self.seen_index, self.seen_z = index, z.detach()
         rows = self.bank.rows
         given = {"negatives": rows, "positive_index": index, "normalize": False}
-        return self.contrast(z, rows[index], **given, **options)
+        return self.contrast(z, **given, **options)
 
     def after_step(self):
         self.bank.update(self.seen_index, self.seen_z)
@@ -1934,29 +1950,28 @@ class DiffHard(SimCLR):
             self.game.optimizers["ascent"].step()  # Eq. 4
         self.game.follow()  # Eq. 7
         real, generator, read = self.last
-        figures = self.game.imitate(real, generator, read)  # Eq. 5
-        looks = not self.pretraining and (read or _may_read(real))
-        if looks and (figures["diversity"] < 0.25 or figures["d_loss"] < 0.01):
-            _warn(
-                "the generator has collapsed, or the discriminator tells all its images from "
-                "real ones: lower the game's ascent_lr or lr, or raise pretrain or every"
-            )
-        return figures
+        return self.game.imitate(real, generator, read)  # Eq. 5
 
 
-def in_micro_batches(encoder: nn.Module, micro_batch: int) -> Callable:
-    """Make an encoder take a large batch a few images at a time, `micro_batch`, in their memory.
-    encoder: a module that returns embeddings, or a tuple as Encoder does → a function to call in
-    its place. The backward pass embeds each micro-batch again, with the same randomness. The
-    gradient is exact, but BatchNorm in training mode normalises each micro-batch alone and moves
-    its statistics twice. Ref: [11]"""
+def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
+    """Make an encoder take a large batch a few samples at a time, `micro_batch`, in their memory.
+    → a function to call in its place, with tensors, dicts of tensors and keywords, whose rows are
+    samples; it returns what the encoder returns: a tensor, a tuple or a dict. The backward pass
+    embeds each micro-batch again, with the same randomness. The gradient is exact, but BatchNorm in
+    training mode normalises each micro-batch alone and moves its statistics twice. With
+    DistributedDataParallel, wrap a module that calls this function. Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
-    def in_parts(images):
-        parts = [checkpoint(encoder, x, use_reentrant=False) for x in images.split(micro_batch)]
-        if torch.is_tensor(parts[0]):
-            return torch.cat(parts)
-        return tuple(torch.cat(outputs) for outputs in zip(*parts, strict=True))
+    def in_parts(*inputs, **named):
+        leaves, structure = tree_flatten((inputs, named))
+        sizes = [len(x) for x in leaves if torch.is_tensor(x)]
+        _require(len(sizes) > 0, "encoder", "called without tensors", "called with some")
+        parts = []
+        for rows in _slices(sizes[0], micro_batch):
+            some = [x[rows] if torch.is_tensor(x) else x for x in leaves]
+            few, more = tree_unflatten(some, structure)
+            parts.append(checkpoint(encoder, *few, use_reentrant=False, **more))
+        return tree_map(lambda *outputs: torch.cat(outputs), *parts)
 
     return in_parts
 
@@ -1986,10 +2001,6 @@ def _two_falls(progress, step):
     return 0.1**falls
 
 
-def _constant(progress, step):
-    return 1.0
-
-
 RECIPES = {  # settings if none are given
     "adamw": {"epochs": 16, "batch_size": 256, "lr": 8e-3, "weight_decay": 1e-4},
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
@@ -1998,7 +2009,7 @@ RECIPES = {  # settings if none are given
 OPTIMIZERS = {  # of the same recipes, and how their rate goes over the progress in [0, 1]
     "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
     "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
-    "adam": (torch.optim.Adam, _constant),  # [1] App. C, [2] VII-A
+    "adam": (torch.optim.Adam, lambda progress, step: 1.0),  # [1] App. C, [2] VII-A
 }
 
 
@@ -2007,11 +2018,11 @@ class Training:
     encoder      an Encoder
     images       uint8 (n, 3, H, W), on the encoder's device or, to save its memory, on the CPU
     method       SimCLR, Bank, DiffHard, or one of your own
-    recipe       a row of RECIPES; epochs, batch_size, lr and weight_decay override it. Batches have
-                 at most batch_size images, but at least two: of 5 images, 3 and 2 for batch_size 2
+    recipe       a row of RECIPES; settings override it: epochs, batch_size, lr, weight_decay.
+                 Batches have about batch_size images, and at least two
     schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
     micro_batch  images that the encoder takes at a time; None: all
-    bfloat16     autocast of the encoder; None: if the hardware computes in bfloat16
+    bfloat16     autocast of a step; None: if the hardware computes in bfloat16
     seed         of order, views and latents: the same seed repeats the run, on a GPU up to rounding
     A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth
     of an epoch, statistics, too. Epochs below 0 are the pre-training, without a loss.
@@ -2019,24 +2030,24 @@ class Training:
     After a step state_dict() holds all that load_state_dict() needs. To train in several processes,
     write a loop with DistributedDataParallel, and give the loss its group."""
 
+    parts = ("encoder", "method", "optimizer")  # these have a state
+
     def __init__(
         self,
         encoder: nn.Module,
         images: Tensor,
         method: SimCLR,
         recipe: str = "adamw",
-        epochs: int | None = None,
-        batch_size: int | None = None,
-        lr: float | None = None,
-        weight_decay: float | None = None,
         schedules: dict | None = None,
         micro_batch: int | None = None,
         bfloat16: bool | None = None,
         seed: int = 0,
+        **settings: float,
     ):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
-        given = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "weight_decay": weight_decay}
-        self.recipe = RECIPES[recipe] | {k: x for k, x in given.items() if x is not None}
+        self.recipe = RECIPES[recipe] | settings
+        unknown = settings.keys() - RECIPES[recipe].keys()
+        _require(not unknown, "settings", unknown, f"some of {', '.join(RECIPES[recipe])}")
         self.encoder = encoder.to(memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
@@ -2052,13 +2063,13 @@ class Training:
         self.epochs = self.recipe["epochs"]
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
         self.epoch, self.step_in_epoch = -method.pretrain, 0  # of the next step
-        parts = [
+        groups = [
             {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
         fused = self.device.type != "cpu"  # one launch for all parameters
         optimizer, self.rate = OPTIMIZERS[recipe]
-        self.optimizer = optimizer(parts, self.recipe["lr"], fused=fused)
+        self.optimizer = optimizer(groups, self.recipe["lr"], fused=fused)
 
     def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
@@ -2112,17 +2123,14 @@ class Training:
 
     def state_dict(self) -> dict:
         """Return all that a run needs to go on: tensors that train on, so save or deepcopy them."""
-        parts = {name: getattr(self, name).state_dict() for name in PARTS}
+        parts = {name: getattr(self, name).state_dict() for name in self.parts}
         return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from such a state."""
         self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]
-        for name in PARTS:
+        for name in self.parts:
             getattr(self, name).load_state_dict(state[name])
-
-
-PARTS = ("encoder", "method", "optimizer")  # of a Training, with a state
 
 
 def _has_bfloat16(device):

@@ -292,7 +292,7 @@ def _exact_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
     if not places:
         return -INF, False
     positives = _finite(pos, log_w_pos)
-    n, m = len(_finite(neg)), len(_finite(pos))
+    n, m = len(_finite(neg)), max(1, len(_finite(pos)))
     total = sum(_exp(log_w[j]) for j in places)
     shift = _largest(neg + pos).real  # numerics: as in _log_sum_exp
     above = sum(_exp(log_w[j] + neg[j] - shift) for j in places) / n
@@ -360,19 +360,28 @@ def _class_shares(pos, neg, log_w, tau_plus, log_w_pos):
     for p, s, w, w_pos, tau in _together(pos, neg, log_w, log_w_pos, taus):
         if _finite(s):
             mean = sum(_exp(v) for v in w) / len(_finite(s))
-            mean_pos = sum(_exp(v) for v in w_pos) / len(_finite(p))
+            mean_pos = sum(_exp(v) for v in w_pos) / max(1, len(_finite(p)))
             shares.append(tau * mean_pos / mean)
     return shares
 
 
 def nce(pos, neg, log_w, **debiasing):
     """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{debiased_i}) ), 0 without candidates.
-    Positives are pooled inside the logarithm, as in Fig. 5. Eq. 2 averages over them outside it.
+    Positives are pooled inside the logarithm, as in Fig. 5. `each` averages outside.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
     negative = debiased(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
         losses.append(_log_sum_exp(p + [n]) - _log_sum_exp(p))
+    return np.array(losses)
+
+
+def each(pos, neg, log_w, **debiasing):
+    """Compute −(1/M_i) Σ_m log( e^{p_im} / (e^{p_im} + e^{debiased_i}) ). Ref: [1] Eq. 2"""
+    negative = debiased(pos, neg, log_w, **debiasing)
+    losses = []
+    for n, p in _together(negative, pos):
+        losses.append(_mean([_log_sum_exp([p[m], n]) - p[m] for m in _finite(p)]))
     return np.array(losses)
 
 
@@ -438,7 +447,8 @@ PRESETS = {  # loss: (weights, objective)
 }
 HAVE_TAU = ("debiased", "hcl")  # losses whose τ⁺ is 1/(N_i + 1) if it is not given; else it is 0
 RULES = {rule.__name__: rule for rule in (uniform, tilted, hardest, top, transported)}
-DEBIASED = {"nce": nce, "ppcl": ppcl, "decoupled": decoupled}  # objectives that have τ⁺
+# objectives that have τ⁺
+DEBIASED = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}
 
 
 def _limit(positives, absolute_margin, relative_margin):
@@ -451,28 +461,36 @@ def _limit(positives, absolute_margin, relative_margin):
     return limit
 
 
+def _own_rows(positive_index, a):
+    """Return the rows of the bank that show the sample of anchor a."""
+    named = [] if positive_index is None else np.ravel(positive_index[a])
+    return [j for j in named if j >= 0]
+
+
 def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, objective):
     """Return the cosines of anchors with positives (A, M) and with candidates (A, N), else −∞."""
-    size = len(views[0])
+    size, is_single = len(views[0]), len(views) == 1
     rows = _lists(np.concatenate(views))
     labels = [] if labels is None else list(labels)
+    by_label = positive_index is None if is_single else objective == "ppcl"
     candidates, candidate_labels = [rows] * len(rows), labels * len(views)
     if bank is not None:
-        each = np.broadcast_to(bank, (size, *np.shape(bank)[-2:]))  # (B, K, D)
-        candidates, candidate_labels = _lists(each), labels[size:]
+        each_has = np.broadcast_to(bank, (size, *np.shape(bank)[-2:]))  # (B, K, D)
+        candidates, candidate_labels = _lists(each_has), labels[size:]
     pos, neg = [], []
     for a in range(len(candidates)):
-        own_views = excluded = range(a % size, len(rows), size)
-        if bank is not None:
-            excluded = [] if positive_index is None else [positive_index[a]]
+        own_views = range(a % size, len(rows), size)
+        excluded = own_views if bank is None else _own_rows(positive_index, a)
         positives = [_product(rows[a], rows[b]) for b in own_views if b != a]
+        if is_single and bank is not None:
+            positives = [_product(rows[a], candidates[a][j]) for j in excluded]
         negatives = [-INF] * len(candidates[a])
         for j, candidate in enumerate(candidates[a]):
             same_label = j < len(candidate_labels) and candidate_labels[j] == labels[a % size]
             is_masked = negative_mask is not None and not negative_mask[a][j]
             if j in excluded:
                 continue
-            if same_label and objective == "ppcl":
+            if same_label and by_label:
                 positives.append(_product(rows[a], candidate))
             elif not same_label and not is_masked:
                 negatives[j] = _product(rows[a], candidate)
@@ -482,7 +500,7 @@ def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, obj
                 negatives[j] = -INF
         pos.append(positives)
         neg.append(negatives)
-    width = max(len(row) for row in pos)
+    width = max(1, *(len(row) for row in pos))
     return [row + [-INF] * (width - len(row)) for row in pos], neg
 
 
@@ -503,16 +521,9 @@ def _mean_or_nan(values):
 
 
 def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
-    """Compute the statistics of a loss, a dict. Those of no value are nan.
-    clamped     the share of anchors at which the floor binds, [1] Fig. 5; with exact debiasing, at
-                which nothing is left
-    ess         the mean over anchors with candidates of (Σ_j w_ij)² / (N_i Σ_j w_ij²): 1 for
-                uniform weights, 1/N if one candidate has all weight
-    positive, negative: the mean cosine of anchors with positives, with candidates
-    spread      the standard deviation of the cosines of an anchor's candidates: the root of the
-                mean, over anchors with candidates, of (1/N_i) Σ_j (cos_ij − mean_i)²
-    candidates  the mean of N_i over all anchors
-    share       with exact debiasing, the mean τ_i"""
+    """Compute the statistics of a loss, a dict: see `hardneg.contrastive_loss`. None: nan.
+    ess is the mean of (Σ_j w_ij)² / (N_i Σ_j w_ij²) over anchors with candidates, spread² that of
+    (1/N_i) Σ_j (cos_ij − mean_i)²"""
     clamped = [0.0] * len(pos)
     if objective in DEBIASED:
         clamped = _lists(debiased(pos, neg, log_w, **debiasing, return_clamped=True))
@@ -555,6 +566,7 @@ def contrastive_loss(
     negatives=None,
     positive_index=None,
     negative_mask=None,
+    log_weights=None,
     labels=None,
     absolute_margin=None,
     relative_margin=None,
@@ -564,28 +576,10 @@ def contrastive_loss(
     reduction="mean",
     return_stats=False,
 ):
-    """Compute the loss of two or more (B, D) views: the mean, the sum, or all values (A,).
-    Every row of every view is an anchor, in the order of the concatenated views. Its positives are
-    the other views of its sample, its candidates the views of samples that do not share its label.
-    Under `ppcl` the views that share its label are positives.
-
-    negatives        (K, D), or for each anchor its own, (B, K, D): the candidates. Then the first
-                     view has the anchors, the others the positives. `transported` takes column k
-                     of (B, K, D) for one and the same candidate
-    positive_index   (B,): the row of `negatives` that is the anchor's own sample, no candidate
-    negative_mask    (A, N) booleans: True where a candidate counts as a negative
-    labels           (B,); with negatives (K, D), labels of the samples and then of these
-                     rows: (B + K,)
-    absolute_margin  drops candidates whose cosine is above p − absolute_margin, p the anchor's
-                     largest positive cosine
-    relative_margin  drops candidates whose cosine is above p − relative_margin · |p|
-    weights          a name or a function: logits (A, N) → log weights (A, N); with τ⁺ > 0 and
-                     several positives it is called on their logits, too
-    tau_plus         None: for `hcl` and `debiased` 1/(N_i + 1), N_i the anchor's own number of
-                     candidates; for the other losses 0. simple and triplet have none
-    objective        a name or a function: logits (A, M), (A, N), log weights (A, N) → losses (A,)
-    detach_weights   holds log w and log w⁺ constant; None: for `transported` alone
-    return_stats     adds the dict of `_statistics`
+    """Compute the loss of (B, D) views: the mean, the sum, or all values (A,).
+    The arguments are those of `hardneg.contrastive_loss`, but that the negative_mask is (A, N), and
+    that `transported` takes column k of negatives (B, K, D) for one and the same candidate. A mean
+    is over the anchors that have a positive; the others have the loss 0.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8, 9; [3] Eq. 8; [4] Eq. 1, 3, 9"""
     preset_weights, preset_objective = PRESETS[loss]
     weights = weights or preset_weights
@@ -617,6 +611,8 @@ def contrastive_loss(
         seen, seen_pos = neg.real, pos.real
     rule = weights if callable(weights) else RULES[weights]
     log_w = rule(seen, **options.get(weights, {}))
+    if log_weights is not None:
+        log_w = log_w + np.asarray(log_weights)
     log_w_pos = uniform(seen_pos)
     if debias == "exact" or np.any(tau_plus) and pos.shape[1] > 1:  # a mean of one has no weights
         log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha, coupling)
@@ -625,7 +621,10 @@ def contrastive_loss(
     debiasing = {"tau_plus": tau_plus, "temperature": temperature}
     debiasing |= {"log_w_pos": log_w_pos, "debias": debias}
     losses = _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing)
-    value = {"none": losses, "sum": sum(losses), "mean": sum(losses) / len(losses)}[reduction]
+    has_positive = [bool(_finite(row)) for row in pos]
+    losses = np.where(has_positive, losses, 0)
+    value = {"none": losses, "sum": sum(losses), "mean": sum(losses) / max(1, sum(has_positive))}
+    value = value[reduction]
     if return_stats:
         return value, _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing)
     return value

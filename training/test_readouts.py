@@ -1,5 +1,6 @@
 """Tests of training/readouts.py."""
 
+import copy
 import math
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 import hardneg
 import reference_numpy as oracle
-from test_hardneg import DEVICE, SEEDS, close, embeddings, normal
+from test_hardneg import DEVICE, IMAGES, SEEDS, all_close, close, embeddings, equal_states, normal
 from training import readouts
 
 
@@ -143,3 +144,37 @@ class TestReadouts:
 
     def test_tolerance_without_a_pair_is_nan(self):
         assert math.isnan(readouts.tolerance(torch.eye(3), torch.arange(3)))
+
+
+class TestOfHardneg:
+    """embed and uniformity."""
+
+    def test_embed_leaves_the_encoder_as_it_was(self):
+        encoder = hardneg.Encoder()
+        encoder.head.eval()
+        before = copy.deepcopy(encoder.state_dict())
+        found = hardneg.embed(encoder, IMAGES[:50], batch_size=20)
+        assert equal_states(encoder.state_dict(), before)
+        assert not any(x.requires_grad for x in found)
+        assert encoder.training and encoder.backbone.training and not encoder.head.training
+        features, z = encoder.eval()(IMAGES[:50] / 255)
+        all_close(found, (features, z / z.norm(dim=1, keepdim=True)), 1e-5)
+        found = hardneg.embed(encoder, (IMAGES[:50] / 255).double())
+        close(found[0], features, 1e-5)
+
+    def test_embed_gives_the_modes_back_after_an_error(self):
+        encoder = hardneg.Encoder()
+        with pytest.raises(RuntimeError):
+            hardneg.embed(encoder, torch.rand(2, 5, 8, 8))
+        assert all(module.training for module in encoder.modules())
+
+    @given(**SEEDS, n=st.integers(3, 8), d=st.integers(2, 4), t=st.floats(0.5, 4))
+    def test_uniformity_is_that_of_the_paper(self, seed, n, d, t):
+        """log E e^{−t ‖x − y‖²} over different rows. Ref: [5]"""
+        x = embeddings(seed, n, d)
+        z = oracle.unit(x.numpy())
+        close(hardneg.unit(x), z, 1e-14)
+        squares = ((z[:, None] - z) ** 2).sum(-1)[~np.eye(n, dtype=bool)]
+        with torch.autocast("cpu", torch.bfloat16):
+            close(hardneg.uniformity(x.float(), t), hardneg.uniformity(x, t), 1e-5)
+        close(hardneg.uniformity(x, t), np.log(np.exp(-t * squares).mean()), 1e-10)
