@@ -37,7 +37,7 @@ METHODS["clae"] = {"bound": 0.005}
 METHODS["diffhard"] = dict(loss="ppcl", pairs=True, ascent=True, momentum=0.99, pretrain=2)
 METHODS["diffhard"] |= dict(every=8, width=8, latent=64, epochs=6) | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
-BEST = hardneg.DEFAULTS
+BEST, OF_LOGITS = hardneg.DEFAULTS, ", ".join(hardneg.OF_LOGITS)
 # what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
 VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
 VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
@@ -48,10 +48,10 @@ FLAGS = {
     "loss": (hardneg.PRESETS, "hcl", "weights and objective"),
     "weights": (hardneg.WEIGHTS, None, "of negatives, if not the loss's"),
     "objective": (hardneg.OBJECTIVES, None, "of the loss, if not the loss's"),
-    "temperature": (float, BEST["temperature"], "tilted, nce, ppcl, decoupled: divides cosines"),
-    "tau_plus": (float, None, "nce, ppcl, decoupled: share of false negatives [1]"),
+    "temperature": (float, BEST["temperature"], f"tilted, {OF_LOGITS}: divides cosines"),
+    "tau_plus": (float, None, f"{OF_LOGITS}: share of false negatives [1]"),
     "detach_weights": (bool, None, "tilted, transported: no gradient through weights"),
-    "debias": (("published", "exact"), "published", "nce, ppcl, decoupled: estimate of debiasing"),
+    "debias": (("published", "exact"), "published", f"{OF_LOGITS}: estimate of debiasing"),
     "beta": (float, BEST["beta"], "tilted: concentration on near negatives [1]"),
     "anneal": (bool, False, "tilted: lower beta to a fifth in five steps over the run"),
     "epsilon": (float, BEST["epsilon"], "transported: regularisation, in units of the cost [2]"),

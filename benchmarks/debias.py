@@ -9,6 +9,7 @@ four positives of the class, and reads it out. They take two minutes on two core
 
 import argparse
 import math
+from types import SimpleNamespace
 
 import common
 import torch
@@ -57,13 +58,14 @@ def simulate(setting: tuple[float, float, float], anchors: int = 2000) -> list[t
     neg = torch.einsum("ad,and->an", z, samples(centres, drawn, cosine, generator)) / t
     positives = samples(centres, labels[:, None].expand(-1, 16), cosine, generator)
     pos = torch.einsum("ad,amd->am", z, positives) / t
-    log_n = torch.tensor(math.log(CANDIDATES))
+    log_n = torch.full((anchors,), math.log(CANDIDATES))
+    pairs = SimpleNamespace(t=t, potential=None, log_weights=None)
     rows = []
     for m, given in ESTIMATES.values():
         options = hardneg.settle({"weights": "tilted", "beta": beta} | given)
         some = pos[:, :m]
-        log_w, log_w_pos = hardneg.weigh(some, neg, log_n, torch.zeros(()), t, options)
-        found = hardneg._log_negatives(some, neg, log_w, log_w_pos, log_n, t, options)
+        log_w, log_w_pos = hardneg.weigh(some, neg, log_n, pairs, options)
+        found = hardneg._log_negatives(some, neg, log_w, log_w_pos, log_n, pairs, options)
         log_sum, clamped, _ = found
         off = log_sum - math.log(CANDIDATES) - truth
         rows.append((off.mean(), off.square().mean().sqrt(), 100 * clamped.double().mean()))

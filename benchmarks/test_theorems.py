@@ -631,7 +631,7 @@ class TestTheorems:
         f = oracle.unit(centres + spread * normal(seed + 1, classes, size, 3))
         means = f.mean(1)
         pairs = [np.repeat(f, size, 1), np.tile(f, (1, size, 1))]  # all of a class
-        align = float(hardneg.alignment(*(torch.tensor(x).flatten(0, 1) for x in pairs))) / 2
+        align = ((pairs[0] - pairs[1]) ** 2).sum(-1).mean() / 2
         close(align, 1 - (means**2).sum(1).mean(), 1e-12)
         distances = ((f[:, :, None] - means) ** 2).sum(-1)  # (classes, size, classes)
         error = (distances.argmin(-1) != np.arange(classes)[:, None]).mean()

@@ -24,7 +24,7 @@ COLUMNS = {"linear": "linear %", "knn": "kNN %"}
 COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped share".split()
-FIGURES += "d_loss g_loss diversity".split()
+FIGURES += "d_loss g_loss".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 
 
@@ -284,16 +284,16 @@ def draw_nearest(options, embeddings: dict, labels: Tensor, test: Tensor) -> tup
 
 def weights_of(z: Tensor, options) -> Tensor:
     """Weigh, for each of some unit rows (n, D), the others as `train.Options` say → (n, n)."""
-    names = [name for name in hardneg.DEFAULTS if name in vars(options)]
-    settled = hardneg.settle({name: getattr(options, name) for name in names})
-    t, potential = torch.tensor(options.temperature), z.new_zeros(())
-    logits = (z @ z.T / t).fill_diagonal_(hardneg.MASKED)
-    if options.weights == "transported":
-        kernel = hardneg.by_rule(logits, logits, potential, t, settled)
-        _, potential, _ = hardneg.sinkhorn(lambda: [kernel], symmetric=True)
-    log_n = torch.tensor(math.log(len(z) - 1))
-    log_w, _ = hardneg.weigh(logits[:, :1], logits, log_n, potential, t, settled)
-    return log_w.exp()
+    seen = []
+
+    def keep(pos, neg, log_w):
+        seen.append(log_w)
+        return pos[:, 0]
+
+    given = {name: getattr(options, name) for name in hardneg.DEFAULTS if name in vars(options)}
+    given |= {"objective": keep, "debias": "published", "block_size": 0}
+    hardneg.contrastive_loss(z, labels=torch.arange(len(z)), **given)
+    return seen[0].exp()
 
 
 def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tuple:
