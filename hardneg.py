@@ -1,38 +1,29 @@
 """Hard-negative contrastive learning in one file, to be copied into projects.
-
 Version 2.0.0. Copyright 2026 the hardneg authors. MIT licence.
 
 An encoder learns by pulling two views of a sample together and pushing other samples, the
-negatives, away. Which negatives count, and how much, decides how good the encoder gets. Every
-method here answers the same three questions:
+negatives, away. Which ones, and how much, decides how good it gets. Methods answer three questions:
 
     1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given ones
-    2. How much does each one count?  weights: importance weights w, as if candidates were drawn
-                                      from a distribution that prefers those near the anchor
+    2. How much does each one count?  weights w: as if those near the anchor were drawn more often
     3. What is done with them?        objective: nce, each, ppcl, decoupled, simple, triplet
-
-    from hardneg import ContrastiveLoss
-    criterion = ContrastiveLoss("hcl")
-    loss = criterion(z_1, z_2)                              # embeddings (B, D) of two views
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
+    a           anchors in a block, as large batches are worked in blocks
     M           positives of an anchor: V − 1, the other views of its sample, or named rows
-    N           columns: V·B in a batch, of all ranks; or K, the rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked. Formulas write N for it
-    a           some of the anchors, as large batches are worked in blocks
+    N           in shapes: columns, V·B of each rank, or K, the rows of `negatives`
+    N, N_i      in formulas: the candidates of anchor i, its columns that are not masked
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
     t           temperature, divides cosines                 t in [1], τ in [3, 4]
-    s_ij        logit of anchor i and candidate j: cos(z_i, z_j) / t
-    p_im        logit of anchor i and its m-th positive
-    log w_ij    log importance weight of candidate j
+    s_ij, p_im  logits cos / t of anchor i with candidate j, with its m-th positive
+    log w_ij    log weight of candidate j, as e^{(1+β)/t} overflows float32 at β = 1, t = 0.02
     tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
     beta        β, the concentration of tilted weights; multiplies s = cos/t                 [1]
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
     epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
-Sums of e^s stay in the log domain: e^{(1+β)/t} overflows float32 at β = 1, t = 0.02.
 
 The loss: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding, 7 Large batches
 and ranks, 8 Numerics and checks. Training with it: 9 Views, 10 Encoders, 11 Generators, 12 Training
@@ -44,9 +35,8 @@ References
     [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. 2012.09740
     [5] Wang, Isola. Alignment and Uniformity. 2005.10242    [6] Chen et al. SimCLR. 2002.05709
     [7] Wu et al. Instance Discrimination. 1805.01978        [8] He et al. MoCo. 1911.05722
-    [9] Brock et al. BigGAN. 1809.11096                     [10] Knight, Ruiz, Uçar. A Symmetry
-        Preserving Algorithm for Matrix Scaling. SIAM J. Matrix Anal. Appl. 35, 2014
-   [11] Gao et al. GradCache. 2101.06983                    [12] Yeh et al. DCL. 2110.06848
+    [9] Brock et al. BigGAN. 1809.11096                     [11] Gao et al. GradCache. 2101.06983
+   [10] Knight et al. Symmetry Preserving Matrix Scaling. 2014  [12] Yeh et al. DCL. 2110.06848
 """
 
 from __future__ import annotations
@@ -58,7 +48,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints, overload
 
@@ -102,38 +92,30 @@ PAPERS = {
 
 
 class Options(TypedDict, total=False):
-    """What a loss can be told: the type of each option, its default, and what it may be, [from, to]
-    or some names. Section 8 reads these.
+    """Options of a loss: type, default and range, or names. A loss ignores those it does not use.
 
     loss            a row of PRESETS
-    weights         of candidates; None: those of the loss. Or a function: logits (a, N) of some
-                    anchors → log weights, finite or −∞; where τ⁺ > 0 and there are several
-                    positives, on their logits (a, M), too. What does not count has logits of −1e30:
-                    set these to 0 first if they could overflow on the way
-    objective       None: that of the loss. Or a function of three tensors: logits (a, M) of
-                    positives, logits (a, N) and log weights (a, N) of candidates. It returns losses
-                    (a,). In blocks, what a function learns has to act on the first anchor, too
+    weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
+                    log weights, finite or −∞; with τ⁺ > 0 it also gets several positives, (a, M).
+                    Masked logits are −1e30: set these to 0 first if they could overflow
+    objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
+                    log weights (a, N) of candidates → losses (a,)
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus        τ⁺ of nce, each, ppcl and decoupled. None: that of the loss; for hcl and
-                    debiased 1 / (N_i + 1), of each anchor's own N_i
+    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
     beta            β of tilted
     alpha           α of top
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
     margin          η of triplet
-    absolute_margin, relative_margin   drop likely false negatives: a candidate stays if its cosine
-                    is at most c − absolute_margin and at most c − relative_margin · |c|, c the
-                    anchor's largest positive cosine; None: all stay
-    normalize       project rows to the unit sphere first; if False, they must have unit norm
-    detach_weights  no gradient through the weights. None: True for transported, as in the authors'
-                    code, else False
-    debias          how τ⁺ is used: see `published` and `exact`. "exact" needs weights of uniform,
-                    tilted, top or hardest
+    absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
+                    or c − relative_margin · |c|, c that of the nearest positive. None: drop none
+    normalize       project rows to the unit sphere first; if False, products have to be cosines
+    detach_weights  no gradient through the weights. None: True for transported, else False
+    debias          `published` or `exact`; "exact" needs uniform, tilted, top or hardest weights
     reduction       "none": one value for each anchor
-    block_size      anchors in a block; it changes results by rounding alone. None: at once up to
-                    2^18 pairs on a CPU and 2^23 on a GPU, else in blocks. 0: at once, as always for
-                    negatives (B, K, D). Blocks need memory that grows like A + N. They have no
-                    second derivative, and a random function draws again in the backward pass of
-                    "none" losses"""
+    block_size      anchors in a block; results differ by rounding. 0: all, as always for negatives
+                    (B, K, D). None: all up to 2^18 pairs on a CPU, 2^23 on a GPU. Blocks: memory
+                    like A + N, no second derivative. What functions learn has to act on the first
+                    anchor, too; random ones draw again in the backward pass of "none" losses"""
 
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
@@ -192,39 +174,34 @@ def contrastive_loss(
     """Compute any of the losses, on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
 
-    views           (B, D) each; row i of each shows sample i. Each row is an anchor, in the order
-                    of torch.cat(views). The other rows of its sample are its positives, the rows of
-                    other samples its candidates. A single view has its positives from
-                    `positive_index`, or else from `labels`; an anchor without any has the loss 0
-                    and is left out of the mean
-    negatives       (K, D): the candidates are these rows instead, and the anchors the first view
-                    alone; or (B, K, D), rows for each anchor
-    positive_index  (B,) or (B, P), −1 for none, with negatives: rows that show the sample, and so
-                    are no candidates. They are the positives of a single view. Of views x, y and
-                    negatives=torch.cat([y, given]) it is torch.arange(B)
-    negative_mask   boolean (A, N), or (N,) for all anchors; True where the candidate may be a
-                    negative. Masked rows have to be finite, too; labels still make them positives
-    log_weights     finite (A, N), or (N,) for all anchors: added to the rule's log weights. −log q
-                    of candidates that are drawn with probability q, or scores of a teacher. They
-                    get no gradient
-    labels          (B,): samples that share a label are never each other's negatives; under ppcl,
-                    or where they name the positives of a single view, they are positives. Every
-                    number is a label. With negatives (K, D): (B + K,), the last K of its rows
-    group           a torch.distributed process group: the candidates are the views of every rank,
-                    as if one process had them all. Rank r has columns r·V·B to (r + 1)·V·B.
-                    `negatives` (K, D) are the same on every rank: see `gather`. All ranks call
-                    together, with views of one shape; DDP averages the gradients
-    return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, the share of
-                    anchors where debiasing leaves nothing, or no more than its floor; `ess`,
-                    (Σw)²/Σw² as a share of N_i; `positive` and `negative`, mean cosines; `spread`,
-                    the standard deviation of the cosines of an anchor's negatives: spread / t says
-                    how hard a loss is; `candidates`, the mean N_i; `share`, the mean τ_i of exact
-                    debiasing
+    views           (B, D) each; row i of each shows sample i. Every row is an anchor, in the order
+                    of torch.cat(views); the other rows of its sample are its positives, those of
+                    others its candidates. A single view has positives by `positive_index`, or else
+                    `labels`; an anchor without any has the loss 0 and is left out of the mean
+    negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
+                    instead, and the anchors the first view alone
+    positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample. They are
+                    no candidates, but a single view's positives, unless labels name these under
+                    ppcl. torch.arange(B) for negatives=y
+    negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
+                    be finite, too; labels still make them positives
+    log_weights     finite (A, N) or (N,), without a gradient: added to the rule's log weights.
+                    Scores of a teacher; −log(K q_j) of K candidates drawn with probability q_j, or
+                    log q_i − log q_j to correct the logit of the positive, i, as well
+    labels          (B,), or (B + K,) with negatives (K, D), the last K of its rows. Samples of one
+                    label are no negatives of each other. They are positives under ppcl, and of a
+                    single view without `positive_index`. Every number is a label
+    group           a torch.distributed group: candidates are the views of all ranks, rank r's from
+                    r·V·B on. `negatives` (K, D) must be the same on all: see `gather`. All ranks
+                    call together, with views of one shape, and DDP averages the gradients
+    return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
+                    anchors where debiasing leaves nothing, or its floor; `ess`, (Σw)²/Σw² over N_i;
+                    `positive`, `negative`, mean cosines; `spread`, standard deviation of an
+                    anchor's negative cosines; `candidates`, mean N_i; `share`, mean τ_i of `exact`
 
-    Takes floats of 16 bits or more; computes in float32 at least, with autocast off. Raises a
-    ValueError that names the invalid argument; on a GPU, and in compiled code, values are not read
-    and so not checked. Cost: A·N·D. `transported` adds 2·A·N for each step of Sinkhorn; above 2^24
-    pairs, if the weights are held, also A·N·D. Ref: PRESETS"""
+    Takes floats of 16 bits or more, computes in float32 at least, autocast off. Values are not
+    checked on a GPU or in compiled code. Cost: A·N·D; `transported` adds 2·A·N for each step of
+    Sinkhorn, and A·N·D, too, above 2^24 pairs if weights are detached. Ref: PRESETS"""
     options = settle(options)
     given = negatives, positive_index, negative_mask, log_weights, labels, group
     _check_call(options, views, *given)
@@ -247,8 +224,6 @@ contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{Options.__doc__}"
 
 
 class _Answers(NamedTuple):
-    """Hold what the three questions give, for some anchors."""
-
     losses: Tensor  # (a,), 0 where an anchor has no positive
     count: Tensor  # (), how many have one
     pos: Tensor  # logits (a, M)
@@ -259,8 +234,7 @@ class _Answers(NamedTuple):
 
 
 def answer(pairs: _Pairs, options: Options) -> _Answers:
-    """Answer the three questions for some anchors. Every call of the loss, of any size, runs this.
-    pairs: their embeddings, and who they are compared with, as section 4 lines them up."""
+    """Answer the three questions for some anchors. Every call of the loss runs this."""
     # 1. Who could be a negative?
     pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i (a,)
 
@@ -290,13 +264,13 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     count = losses.new_full((), len(losses))
     if pairs.ragged:
         has_positive = (pos > FAR).any(1)
+        _warn_if_none(has_positive, "positive")
         losses, count = losses.masked_fill(~has_positive, 0), has_positive.sum().to(losses)
     return _Answers(losses, count, pos, neg, log_w, clamped, log_share)
 
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
-
     Options of a call override those given here. An nn.Parameter as temperature is learned, and so
     are the parameters of an nn.Module as weights or objective."""
 
@@ -310,7 +284,7 @@ class ContrastiveLoss(nn.Module):
                 setattr(self, name, value)  # so that it is trained, moved and saved
                 self.learned.append(name)
 
-    def forward(self, *views: Tensor, **call: Unpack[Call]):
+    def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
         learned = {name: getattr(self, name) for name in self.learned}
         return contrastive_loss(*views, **{**self.given, **learned, **call})
@@ -320,62 +294,60 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-# A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time, so a row may not
-# depend on another. No gradient of it is written by hand: edit it, and training follows.
+# A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
+# another. What is masked has to stay so: add uniform(x) at the end. A rule that cannot weigh
+# positives, or gives near candidates less weight, has no "exact" debiasing: see `settle`.
 
-WEIGHTS = ("uniform", "tilted", "hardest", "top", "transported")
+WEIGHS_POSITIVES = ("uniform", "tilted", "hardest", "top")
+WEIGHTS = WEIGHS_POSITIVES + ("transported",)
+OF_ALL_ANCHORS = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
 
-# What does not count has a logit, or a log weight, of MASKED. e^MASKED is 0, and unlike −∞ it has
-# no NaN around it: 0 · MASKED and MASKED − MASKED are 0. After arithmetic, what is below FAR counts
-# as masked; the ranges in Options keep it there, and finite in float32.
+# The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
+# is below FAR counts as masked; the ranges in Options keep it there, and finite in float32.
 MASKED, FAR = -1e30, -1e20
 
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
     What is masked stays masked: adding uniform(logits) to x masks x where logits are masked."""
-    # hardshrink gives 0 from −1e20 to 1e20, and what it gets beyond: masked stays masked, in an
-    # eighth of the time of a boolean mask and a fill
+    # 0 from −1e20 to 1e20, the logit beyond; a boolean mask and a fill take eight times as long
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
 def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
-    """Count candidates by their similarity: w_ij ∝ e^{β s_ij}, beta ≥ 0.
-    With mean 1, w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}).
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`.
-    Ref: [1] Eq. 2, with Z_β estimated from the candidates"""
-    # 1e-15 is rounding for what counts, and still masks what is MASKED
+    """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), once scaled to mean 1.
+    Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, Z_β estimated from candidates"""
+    # 1e-15 is rounding for what counts, and still gives MASKED no weight
     return max(beta, 1e-15) * logits
 
 
 def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
-    """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik.
-    With mean 1 its weight is N; ties share it. x (A, any number): other logits, to be weighed by
-    the same threshold. It is `tilted` at β → ∞. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, ties included.
+    x (A, any number): logits to weigh by this threshold. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
     return top(logits, 1e-9, x)
 
 
 def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
-    """Count the upper α quantile alone: log w_ij = 0 where s_ij ≥ s_i^(α).
-    The threshold s_i^(α) is the ⌈αN⌉-th largest logit of the anchor's own candidates. One is kept
-    at least, and so is what ties with the last. For the k nearest, alpha = k / N. x: as in
-    `hardest`. The weight of those that are dropped is not redistributed: w is 0 or 1.
-    Limits: α = 1 is `uniform`, α → 0 keeps the nearest, with weight 1. Ref: [4] Eq. 8, 9"""
-    # whole numbers: 0.07 · 100 exceeds 7, and its ceiling is 8. Rounded down, so that k / N keeps k
+    """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
+    Ties with it are kept; alpha = k / N keeps the k nearest. x: as in `hardest`. Weights are 0 or
+    1, not of mean 1. Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
+    # whole numbers, rounded down: 0.07 · 100 exceeds 7, and its ceiling would be 8
     billionths = int(alpha * 10**9)
     most = -(-logits.shape[-1] * billionths // 10**9)
     n = (logits > FAR).sum(-1, keepdim=True)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)
-    nearest = logits.detach().topk(most).values
+    if most > 1:
+        nearest = logits.detach().topk(most).values
+    else:
+        nearest = logits.detach().amax(-1, keepdim=True)  # the same, and faster
     threshold = nearest.gather(-1, kept - 1)
     x = logits if x is None else x
     return uniform(x).masked_fill(x < threshold, MASKED)
 
 
 def by_rule(logits, x, pairs, options):
-    """Weigh logits x (A, any number) by the rule of the options, before `weigh` scales the weights.
-    logits (A, N) are of the anchor's candidates: `hardest` and `top` find their threshold there."""
+    """Weigh logits x (A, any number); `hardest` and `top` find their threshold in logits (A, N)."""
     rule = options["weights"]
     if rule == "uniform":
         return uniform(x)
@@ -387,7 +359,7 @@ def by_rule(logits, x, pairs, options):
         return top(logits, options["alpha"], x)
     if rule == "transported":
         epsilon, cost, kappa = options["epsilon"], options["cost"], options["kappa"]
-        potential = pairs.potential if x is logits else 0.0  # positives have none
+        potential = pairs.potential if x is logits else 0.0  # x are positives: they have none
         return transported(x, potential, pairs.t, epsilon, cost, kappa)
     try:
         log_w = rule(x)
@@ -400,10 +372,9 @@ def by_rule(logits, x, pairs, options):
 
 def weigh(pos, neg, log_n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
-    Uniform, tilted, hardest and transported weights get mean 1 over the candidates: their sum then
-    compares with that of N plain ones. `top` keeps 0 or 1, so that fewer candidates weigh less, and
-    a function what it returns. Positives get the same function of the logit, without a potential;
-    the weighted mean of a single one is itself, so only "exact" asks for its weight."""
+    Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
+    sum to N_i, as uniform ones do. A positive gets the weight that a candidate of its logit would
+    have, at potential 0. A single one is its own weighted mean; only "exact" needs its weight."""
     scores = by_rule(neg, neg, pairs, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -411,30 +382,22 @@ def weigh(pos, neg, log_n, pairs, options):
     weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
     if options["tau_plus"] != 0 and weighs_positives:
         log_w_pos = by_rule(neg, pos, pairs, options)  # (A, M)
-        # plus the row's constant, log_w − scores, read off the heaviest candidate
+        # scaled as the candidates are: log_w − scores is one number a row, read at the heaviest
         log_w_pos = log_w_pos - scores.amax(-1, keepdim=True) + log_w.amax(-1, keepdim=True)
     return log_w, log_w_pos
 
 
-# To add a rule, pass the function: contrastive_loss(x, y, weights=my_rule). Or write it here: its
-# name in WEIGHTS, and in SCALED_TO_MEAN_ONE if only ratios of its weights matter, its call in
-# `by_rule`, its options in Options. What is masked has to stay so: add uniform(x) at the end. With
-# τ⁺ > 0 and several positives it gets these as x: compare with the candidates, as `top` does. If it
-# cannot weigh positives, or weighs near candidates less, forbid "exact" in `settle`.
-
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
-# pos are logits (A, M) of positives, neg logits (A, N) of candidates. `nce`, `ppcl` and `decoupled`
-# see the negatives as one number, log_negatives (A,): the log of their weighted sum of e^s,
-# debiased, which the formulas call negatives. `simple` and `triplet` act on cosines, without τ⁺.
-# Without negatives log_negatives is below FAR: no infinity or NaN may come of it. Where labels name
-# positives, `_who` adds a column for each candidate to pos, MASKED where it is none.
+# pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
+# neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
+# debiased, "negatives" in formulas; without any it is below FAR, and no inf or NaN may come of it.
+# `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
-    0 for an anchor without negatives. Limits, for one positive, uniform weights, τ⁺ = 0: t → 0 of
-    t · nce is half `triplet` on `hardest`, without margin; t → ∞ is log(1 + N) + N/(1 + N)/t ·
-    `simple`.
+    0 without negatives. Limits for one positive, uniform weights, τ⁺ = 0: t → 0 of t · nce is half
+    `triplet` on `hardest` at η = 0; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     return -F.logsigmoid(log_sum(pos) - log_negatives)
 
@@ -447,33 +410,27 @@ def each(pos: Tensor, log_negatives: Tensor) -> Tensor:
 
 
 def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
-    """Compute the partially pseudo-labelled loss, a mean over positives of log shares.
-        −1/M Σ_m log( e^{p_m} / (Σ_l e^{p_l} + negatives) )
+    """Compute the partially pseudo-labelled loss −1/M Σ_m log(e^{p_m}/(Σ_l e^{p_l} + negatives)).
     It is `nce` + logsumexp_m p_m − mean_m p_m: `nce` itself for one positive. Ref: [3] Eq. 8"""
     return nce(pos, log_negatives) + log_sum(pos) - _mean_over_positives(pos, pos)
 
 
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
-    0 for an anchor without negatives. Unlike in `nce`, an easy positive does not shrink the
-    gradient. For one positive, where no floor binds, `nce` at τ⁺ = 1/(N + 1) is this loss plus
-    log(1 + 1/N). With `tilted` weights it is D(t/(1 + β)) − D(t/β) + log N, D that of uniform ones.
-    Ref: [12] Eq. 6"""
+    0 without negatives. Unlike `nce`, a near positive has the full gradient. For one positive,
+    where no floor binds, `nce` at τ⁺ = 1/(N + 1) is this plus log(1 + 1/N). Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
 def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    pos, neg are cosines. Negatives are averaged: [4] has a factor λ before their sum, here 1/N, or
-    1/⌈αN⌉ for `top`. An anchor without negatives keeps its first term.
-    Ref: [4] Eq. 3; [2] Eq. 9 (BCL)"""
+    λ of [4] is 1/N, 1/⌈αN⌉ for `top`. Without negatives the sum is 0. Ref: [4] Eq. 3; [2] Eq. 9"""
     return _weighted_mean(neg, log_w) - _mean_over_positives(pos, pos)
 
 
 def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    pos, neg are cosines: the difference is 2 (cos_j − cos_m).
-    Ref: [2] IV; at η = 0 on `hardest` weights it is twice [4] Eq. 6"""
+    The difference is 2 (cos_j − cos_m). Ref: [2] IV; at η = 0 on `hardest` twice [4] Eq. 6"""
     differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
     hinges = F.relu(2 * differences + margin)
     return _mean_over_positives(_weighted_mean(hinges, log_w[:, None]), pos)
@@ -486,31 +443,24 @@ def _weighted_mean(x, log_w):
 
 
 def _mean_over_positives(x, pos):
-    """Average x (A, M) over the positives that an anchor has."""
     is_positive = pos > FAR
     return torch.where(is_positive, x, 0).sum(1) / is_positive.sum(1).clamp_min(1)
 
 
 OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # these have τ⁺
 OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
-# To add an objective, pass a function of pos, neg and log weights. Or write it here: in OF_LOGITS
-# if it sees pos and log_negatives, else in OBJECTIVES; with an option, or in OBJECTIVES, also with
-# a branch at the end of `answer`. It sees some anchors at a time: no row may depend on another.
 
-# Some candidates are of the anchor's own class: false negatives. τ⁺ says how many, and positives
-# show what they look like, so their expected sum can be subtracted. `published` is what [1] does,
-# `exact` what its definition of q asks for.
+# A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show what their e^s
+# is, so their expected sum can be subtracted. Their share of the weight is τ_i, not τ⁺, if weights
+# prefer the near. `published` is [1]'s formula, with τ⁺; `exact`, with τ_i, follows from [1]'s q.
 
 
 def published(log_all, log_positive, log_total, tau_plus, t):
-    """Subtract the false negatives to be expected, whatever the weights.
+    """Subtract the expected false negatives, with the share τ⁺, whatever the weights.
         log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),    W = Σ_j w_j
-
     log_all: log Σ_j w_j e^{s_j}; log_positive: log E⁺, the weighted mean of e^p over positives;
-    log_total: log W; tau_plus: τ⁺, (A,) each → (A,), and where the floor holds. No cosine is below
-    −1, so no less than the floor can be left; there the negatives get no gradient.
-    For uniform weights W τ⁺ E⁺ is the expected sum over false negatives; for others the formula
-    does not follow from q's definition. Ref: [1] Eq. 2, Fig. 5 (without N)"""
+    log_total: log W; (A,) each → (A,), and where the floor holds: as no cosine is below −1, no less
+    can be left. There the negatives get no gradient. Ref: [1] Eq. 2, Fig. 5 (without N)"""
     floor = log_total - 1 / t
     rest, nothing_left = _subtract(log_all, log_positive, log_total, tau_plus.log())
     clamped = (nothing_left | (rest < floor)) & (log_all > FAR)  # not without negatives
@@ -518,14 +468,12 @@ def published(log_all, log_positive, log_total, tau_plus, t):
 
 
 def exact(log_all, log_positive, log_total, log_share, least, most):
-    """Subtract the false negatives as the weights count them: W times the mean over true negatives.
-        log( (Σ_j w_j e^{s_j} − W τ_i E⁺) / (1 − τ_i) )
-
-    log_share (A,): log τ_i of `class_share`; least, most (A,): bounds of the result. Hard weights
-    raise a mean, so it is at least W times the published mean for uniform weights, which also
-    stands where τ_i ≥ 1. It is at most W times the largest e^s; if the lower bound exceeds that,
-    the lower bound wins. It needs positives that are samples of the class, four or more, and
-    t ≥ 0.3. → the result, and where nothing is left. Ref: [1], q_β⁻"""
+    """Subtract the expected false negatives with their share τ_i of the weight.
+        log( (Σ_j w_j e^{s_j} − W τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
+    log_share (A,): log τ_i of `class_share`. least: log of W times the published mean for uniform
+    weights, as hard weights raise a mean; most: of W times the largest e^s. The result is least
+    where nothing is left, as at τ_i ≥ 1, and where least > most. Use it at t ≥ 0.3, with four or
+    more positives that are samples of the class. → it, and where nothing is left. Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_all, log_positive, log_total, log_share)
     clamped = nothing_left & (log_all > FAR)
     rest = torch.minimum(rest, most).maximum(least)
@@ -556,18 +504,15 @@ def _log_difference(x, y):
 
 def _log_mean(pos, log_w_pos):
     """Compute the log of the weighted mean of e^p; the plain mean if no positive has a weight."""
-    # absent positives get 2 · MASKED: where `top` drops all that are there, with MASKED, those
-    # that are there share equally
+    # absent positives get 2 · MASKED: so those present share equally if `top` gives them all MASKED
     shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
     return log_sum(pos, shares)
 
 
 def _warn_of_the_floor(clamped, options):
-    """Say that a given τ⁺ leaves nothing. By default it subtracts about one positive's e^p, so that
-    the floor marks anchors whose negatives are all far away: these are solved."""
-    given = options["tau_plus"]  # neither None nor 0
-    most = max(2, len(clamped))  # a single anchor is no reason to warn
-    if given and _may_read(clamped) and 2 * clamped.sum() > most:
+    """Warn if a given τ⁺ leaves most anchors nothing; by default the floor marks solved ones."""
+    n = len(clamped)  # a single anchor is no reason to warn
+    if options["tau_plus"] and n > 1 and _may_read(clamped) and 2 * clamped.sum() > n:
         _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
 
 
@@ -601,12 +546,10 @@ def _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options):
 
 
 class _Pairs(NamedTuple):
-    """Hold the anchors, and who could be a negative of each."""
-
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    own: Tensor  # (A, any number), columns of the anchor's own sample, such as itself; −1 for none
+    own: Tensor  # (A, any number), different columns of the anchor's own sample; −1 for none
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
@@ -618,7 +561,6 @@ class _Pairs(NamedTuple):
     alike: bool = False  # the candidates are the anchors, of all ranks
 
     def of(self, rows: slice) -> _Pairs:
-        """Take some anchors."""
         taken = {}
         for name in PER_ANCHOR:
             if getattr(self, name) is not None:
@@ -628,14 +570,12 @@ class _Pairs(NamedTuple):
         return self._replace(**taken)
 
 
-# A new field of `_Pairs` belongs in the first list if it has a row for each anchor, as blocks and
-# ranks share these out; and in the second if it may have a gradient, else blocks would lose it.
-PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")
-MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
+PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")  # cut into blocks
+MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")  # others get no gradient
+HELD = "held"  # in place of a name: by a function of one's own
 
 
 def _line_up(options, views, negatives, positive_index, mask, log_weights, labels, group):
-    """Line up the anchors of a batch, their positives and their candidates."""
     project = unit if options["normalize"] else _upcast
     z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
     device = z.device
@@ -652,15 +592,14 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
         own = torch.empty(b, 0, dtype=torch.long, device=device)
     if positive_index is not None:
         own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
+        own = own.sort(1).values
+        repeated = own[:, 1:] == own[:, :-1]
+        own[:, 1:] = own[:, 1:].masked_fill(repeated, -1)
+    cosines = anchors[:, :0]  # of a single view: `_who` finds its positives
     if v > 1:
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
-    elif positive_index is not None:
-        cosines = _cosines_with(anchors, candidates, own)
-    else:
-        cosines = anchors[:, :0]  # positives are found by labels, in `_who`
     t = options["temperature"]
     t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # 16 bits: too few for its gradient
-    pairs = _Pairs(anchors, candidates, cosines, own, t, z.new_zeros(()))
     found = {"ragged": v == 1, "alike": negatives is None}
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
@@ -669,31 +608,18 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
             labels = labels.repeat(v)
             of_rows = gather(labels, group)
         found |= {"labels": labels, "candidate_labels": of_rows}
-        named = positive_index is not None if v == 1 else options["objective"] != "ppcl"
-        found["by_label"] = not named
+        unnamed = v == 1 and positive_index is None
+        found["by_label"] = unnamed or options["objective"] == "ppcl"
     if mask is not None:
         found["mask"] = torch.as_tensor(mask, device=device).expand(len(anchors), -1)
     if log_weights is not None:
         found["log_weights"] = log_weights.detach().to(z).expand(len(anchors), -1)
-    return pairs._replace(**found)
-
-
-def _cosines_with(anchors, candidates, own):
-    """Compute the cosines (B, P) of anchors with the candidates own, MASKED where own is −1."""
-    index = own.clamp_min(0)
-    if candidates.ndim == 2:
-        rows = candidates[index]  # (B, P, D)
-    else:
-        rows = candidates.take_along_dim(index[:, :, None], 1)
-    return (anchors[:, None] * rows).sum(2).masked_fill(own < 0, MASKED)
+    return _Pairs(anchors, candidates, cosines, own, t, z.new_zeros(()), **found)
 
 
 def _who(pairs, options):
-    """Answer question 1: logits of positives (a, M), of candidates (a, N), and log N_i.
-    This is where cosines are divided by t. A logit is MASKED where the candidate is no negative."""
+    """Answer question 1: logits of positives (a, M) and of candidates (a, N), and log N_i."""
     anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t
-    if pairs.ragged:
-        pos = pos.masked_fill(pairs.pos_cosines < FAR, MASKED)
     if pairs.candidates.ndim == 2:
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
@@ -702,21 +628,21 @@ def _who(pairs, options):
         alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
         _drop_(alike, pairs.own)
         pos = torch.cat([pos, alike], 1)  # (a, M + N)
+    elif pairs.ragged:
+        rows = torch.arange(len(neg), device=neg.device)[:, None]
+        pos = neg[rows, pairs.own.clamp_min(0)].masked_fill(pairs.own < 0, MASKED)  # (a, P)
     log_n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
     return pos, neg, log_n
 
 
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
-    """Mask the logits (a, N) of what is no negative of an anchor, in place → log N_i (a,).
-    In place saves a copy of the matrix. Autograd need not know: a masked logit has no share in a
-    sum, so its gradient is 0 anyway. Where no candidate is left, log N_i is 0. If you add a mask,
-    it is no longer `plain`; if it may mask (i, j) without (j, i), as margins do, a coupling is no
-    longer `symmetric`: see `_couple`."""
+    """Mask the logits (a, N) of what is no negative, in place → log N_i (a,), 0 where none is left.
+    Autograd need not know: a masked logit has no share in a sum, so its gradient is 0 anyway. A new
+    mask is not `plain`; `_couple` has to know if it is not symmetric."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
-    may_repeat = pairs.own.shape[1] > 1 and not pairs.alike  # a column in a row of own
     if pairs.mask is not None:
         neg.masked_fill_(~pairs.mask, MASKED)
     if pairs.labels is not None:
@@ -724,12 +650,11 @@ def _mask_(neg, pos, pairs, options):
     if margins != (None, None):
         limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)
         neg.masked_fill_(neg > limit / pairs.t, MASKED)
-    if plain and not may_repeat:  # saves a pass over the matrix
+    if plain:  # saves a pass over the matrix
         counts = neg.shape[1] - (pairs.own >= 0).sum(1)
     else:
         counts = (neg > FAR).sum(1)
-    if len(counts) > 1 and _may_read(counts) and not counts.any():
-        _warn("no anchor has a candidate: check negative_mask, labels, margins, positive_index")
+    _warn_if_none(counts > 0, "candidate")
     return counts.clamp_min(1).to(neg.dtype).log()
 
 
@@ -741,7 +666,6 @@ def _drop_(x, own):
 
 
 def _limit(nearest, margins):
-    """Return the largest cosine of a negative, from that of the nearest positive."""
     absolute, relative = margins
     limit = torch.full_like(nearest, INF)
     if absolute is not None:
@@ -753,7 +677,6 @@ def _limit(nearest, margins):
 
 @torch.no_grad()
 def _statistics(pairs, options):
-    """Describe the first 2^20 pairs of anchor and candidate: see `contrastive_loss`."""
     some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
     found = answer(some, options)
     is_positive, is_negative = found.pos > FAR, found.neg > FAR
@@ -785,8 +708,7 @@ def _mean_where(counts, x):
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
     """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ. A
-    new cost is finite from cosine −2 on, which stands for masked pairs, and named in Options."""
+    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
     if cost == "sqeuclidean":
         return 1 - cosines
     return torch.exp(2 - 2 * cosines - kappa)
@@ -801,12 +723,10 @@ def transported(
     kappa: float = 0.0,
 ) -> Tensor:
     """Count near candidates, but let each candidate have the same total weight over all anchors.
-        w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling of anchors and candidates
-    logits (A, N) are of unit rows; potential: the g (N,) of `sinkhorn`; t is that of the logits, as
-    costs are of cosines. With mean 1, w_ij = N P*(j | i).
-    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and all columns have equally
-    many entries, as in a batch. "sqeuclidean" at g = 0 is `tilted` at β = t/ε.
-    Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
+        w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling; with mean 1, w_ij = N P*(j | i)
+    logits (A, N): cosines over t; potential: the g (N,) of `sinkhorn`. Limits: ε → 0 is optimal
+    transport; ε → ∞ is `uniform` if all rows and columns have equally many entries, as in a batch;
+    "sqeuclidean" with g = 0 is `tilted`, β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
     # a masked logit becomes a cosine of −2, as its cost could overflow; `uniform` masks it again
     cosines = t * logits.clamp_min(-2 / t)
     log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
@@ -820,22 +740,19 @@ def sinkhorn(
     max_steps: int = 2000,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    log_kernel: a function that returns −C/ε (A, N) in blocks of rows, MASKED where i and j must not
-    be coupled; it is called in every step → f (A,), g (N,), error.
+    log_kernel() gives −C/ε (A, N) in blocks of rows, MASKED where i and j must not be coupled, at
+    every step → f (A,), g (N,), error. Differentiable; autograd stores 2·A·N numbers for each step.
 
     A step scales rows, f_i ← −log Σ_j e^{log_kernel_ij + g_j}, then columns in the same way. Where
-    the kernel and its mask are `symmetric`, so is the coupling, and a step ends with the mean of
-    both: f = g ← (f + g) / 2 [10]. It stops where the error Σ_i |Σ_j P_ij − 1/A| is at most
-    `tolerance` (None: 1e-5, in float64 1e-12), or warns after max_steps. On a GPU the host reads
-    the error after every eighth step. Fully masked rows and columns carry no mass; A and N do not
-    count them. Differentiable; autograd stores 2·A·N numbers for each step.
+    the kernel and its mask are `symmetric`, it ends with the mean of both: f = g ← (f + g) / 2
+    [10]. It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most `tolerance` (None: 1e-5, in float64
+    1e-12), or warns after max_steps. A and N do not count fully masked rows and columns.
 
-    Rate: let μ be the singular values of √(AN) P but for the largest, 1. A step multiplies an error
-    by up to μ²: hundreds of steps for clustered rows at ε = 0.1, where μ is near 1. A symmetric one
-    multiplies it by |μ (1 − μ)| / 2, μ the eigenvalues: by 1/8 at most if none is negative, as some
-    are under labels or in batches of two to four samples. Masks that force an unmasked entry to 0
-    take about 1/error steps; they may leave no coupling: a label must not have more than half of
-    the anchors. Ref: [2] Eq. 5"""
+    Rate: let μ be the singular values of √(AN) P but the first, 1. A step multiplies the error by
+    up to μ², near 1 for clustered rows at ε = 0.1: hundreds of steps. A symmetric one multiplies by
+    |μ (1 − μ)| / 2, eigenvalues μ: 1/8 at most from μ = −0.2 up; near pairs at small ε have μ near
+    −1. Masks that force an unmasked P_ij to 0 take about 1/error steps, and may leave no coupling:
+    no label can have over half the anchors. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -855,8 +772,7 @@ def sinkhorn(
 
 
 def _log_sums(blocks, g):
-    """Return the log-sums of rows (A,), with g, and of columns (N,), without g, once every row is
-    divided by its sum. A block may be computed anew whenever it is read, so one pass gives both."""
+    """Compute log-sums of rows (A,), given g, and of columns (N,), with f = −these, at once."""
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -871,7 +787,7 @@ def _zero_if_masked(x):
 
 
 def _stops(error, step, max_steps, tolerance):
-    """Whether Sinkhorn stops; it warns if it has to stop too early."""
+    """Whether Sinkhorn stops, with a warning if too early. A GPU is asked at every eighth step."""
     if step % 8 > 0 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -925,23 +841,19 @@ def mine(
     scores: bool = False,
 ):  # a type would need overloads
     """Find the k nearest documents of each query that are no positives: hard negatives.
-    queries (n, D), documents (N, D), of any floating dtype, on one device → rows of documents
-    (n, k), nearest first; −1 where fewer are left.
+    queries (n, D), documents (N, D), any floats → document rows (n, k), nearest first; −1 for none.
 
-    positives       (n,), or (n, P) padded with −1: the rows of each query's own documents, which
-                    are not taken; None: row i
+    positives       (n,), or (n, P) padded with −1: rows of own documents, not taken; None: row i
     labels          (N,): documents with the label of a query's own one are not taken
-    absolute_margin, relative_margin    leave out likely false negatives, as in `contrastive_loss`:
-                    c is the largest cosine of the query's own documents; 0.05 is a common one
+    absolute_margin, relative_margin   as in `contrastive_loss`, c that of the nearest own document
     skip            how many of the nearest that are left to leave out as well
-    scores          also return the cosines (n, k), −∞ where fewer are left
+    scores          also return the cosines (n, k), −∞ for none
 
     To train on them, embed them again, with a gradient, and mask the places of −1:
-        rows = mine(all_x, all_y, k)[batch]                                      # (B, k)
-        y_found = encoder(inputs[rows.clamp_min(0).flatten()])                   # (B k, D)
-        y_found = y_found.unflatten(0, rows.shape)                               # (B, k, D)
-        contrastive_loss(x, y, negatives=y_found, negative_mask=rows >= 0)
-    Cost: n·N·D, and the memory of unit documents and of a block of cosines, 64 MB"""
+        rows = mine(all_x, all_y, k)[batch]  # (B, k)
+        found = encoder(inputs[rows.clamp_min(0).flatten()]).unflatten(0, rows.shape)  # (B, k, D)
+        contrastive_loss(x, y, negatives=found, negative_mask=rows >= 0)
+    Cost: n·N·D, and memory of unit documents and of a block of cosines: 64 MB, or 128 rows"""
     _check_tensor("queries", queries, "floating", ("n", "D"))
     _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
     _check_number("k", k, 1)
@@ -964,35 +876,35 @@ def mine(
             _check_finite("queries", queries)
             _check_finite("documents", documents)
         rows_at_once = min(n, max(128, 2**24 // size))
-        # preallocate: fresh memory for each block would cost as much as its selection
-        matrix = queries.new_empty(rows_at_once, size)
+        matrix = queries.new_empty(rows_at_once, size)  # once: fresh memory would be slow
         found = torch.full((n, k), -1, device=device)
-        cosines_found = queries.new_full((n, k), -INF)
+        found_cosines = queries.new_full((n, k), -INF)
         for rows in _slices(n, rows_at_once):
             own = positives[rows]  # (a, P)
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
             of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
-            limit = _limit(of_own.amax(1, keepdim=True), (absolute_margin, relative_margin))
+            c = of_own.amax(1, keepdim=True)
+            c = c.masked_fill(c < FAR, INF)  # without an own document all may be found
+            limit = _limit(c, (absolute_margin, relative_margin))
             if labels is not None:
                 for column in own.unbind(1):  # (a,)
                     alike = labels[column.clamp_min(0), None] == labels
                     cosines.masked_fill_(alike & (column >= 0)[:, None], MASKED)
             cosines.masked_fill_(cosines > limit, MASKED)
             _drop_(cosines, own)
-            nearest, index = cosines.topk(min(k + skip, size))
-            absent = nearest[:, skip:] < FAR
-            left = index[:, skip:].masked_fill(absent, -1)
-            found[rows, : left.shape[1]] = left
-            cosines_found[rows, : left.shape[1]] = nearest[:, skip:].masked_fill(absent, -INF)
-    return (found, cosines_found) if scores else found
+            top_k = cosines.topk(min(k + skip, size))
+            nearest, index = top_k.values[:, skip:], top_k.indices[:, skip:]
+            width, absent = nearest.shape[1], nearest < FAR
+            found[rows, :width] = index.masked_fill(absent, -1)
+            found_cosines[rows, :width] = nearest.masked_fill(absent, -INF)
+    return (found, found_cosines) if scores else found
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
-    log_w (A, N), up to a constant of each row, −∞ for what must not be drawn → indices (A, k):
-    rows[draw(log_w, k)] are `negatives` (A, k, D). With log_w = tilted(x @ rows.T / t), say, hard
-    ones come more often, so the loss then takes uniform weights. generator: on log_w's device."""
+    log_w (A, N), −∞ for what must not be drawn → indices (A, k); negatives=rows[draw(log_w, k)].
+    Draws by tilted(x @ rows.T / t), say, prefer hard ones: give the loss uniform weights then."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -1006,12 +918,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
-# Skip this on a first reading. The products of a large batch do not fit into memory, so `answer`
-# gets some anchors at a time. It runs for each block, again where a backward pass needs it, and for
-# statistics: no communication between ranks belongs there.
+# Skip this on a first reading. The logits of a large batch do not fit into memory, so `answer` gets
+# blocks of anchors, some of them twice: no communication between ranks belongs there.
 
-# glibc unmaps a large piece of memory when it is freed, and fresh pages cost more than a block's
-# arithmetic. A piece of 31 MB that is freed, once, makes it keep smaller ones for the next block.
+# Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
+# them, and fresh pages cost more than a block's arithmetic.
 torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 
@@ -1044,8 +955,7 @@ def _block_size(pairs, options):
     at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
     if len(pairs.anchors) * columns <= at_once:
         return 0
-    # 4 MB in float32 on a CPU, the size of its cache. The size changes the speed, and no result
-    return max(64, 4 * at_once // columns)
+    return max(64, 4 * at_once // columns)  # 4 MB in float32 on a CPU
 
 
 def _slices(n, size):
@@ -1053,8 +963,7 @@ def _slices(n, size):
 
 
 def _in_blocks(pairs, options, size):
-    """Do what `_evaluate` does, some anchors at a time."""
-    names, tensors = [], []  # of what has a gradient; HELD names what a function holds
+    names, tensors = [], []  # of what has a gradient: fields of pairs, and what functions hold
     if torch.is_grad_enabled():
         names = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
         held = _held(pairs, options)
@@ -1064,17 +973,15 @@ def _in_blocks(pairs, options, size):
 
 
 class _InBlocks(torch.autograd.Function):
-    """Know the gradient of `_in_blocks`, storing no more than the size of the embeddings.
-    That of a sum is computed with it. That of single losses is known in the backward pass alone,
-    which computes each block again. Autograd is off in `forward`; `_run_blocks` turns it on."""
+    """Know the gradient of `_in_blocks` in memory of the embeddings' size: that of a sum is
+    computed with it, that of single losses in the backward pass, where each block runs again."""
 
     @staticmethod
     def forward(ctx, pairs, options, size, names, *tensors):
         ctx.run = functools.partial(_run_blocks, pairs, options, size, names)
         if options["reduction"] == "none" or not tensors:
             losses, count, _ = ctx.run(tensors, None)
-            # candidates, too: so that autograd tells if they change before the backward pass
-            ctx.save_for_backward(pairs.candidates, *tensors)
+            ctx.save_for_backward(pairs.candidates, *tensors)  # autograd tells if they change
         else:
             losses, count, slopes = ctx.run(tensors, torch.ones_like(pairs.anchors[:, 0]))
             ctx.save_for_backward(*slopes)
@@ -1088,14 +995,14 @@ class _InBlocks(torch.autograd.Function):
         if by_value.ndim == 0:
             slopes = [by_value * slope for slope in ctx.saved_tensors]
         else:
-            *_, slopes = ctx.run(ctx.saved_tensors[1:], by_value)
+            with torch.autocast(by_value.device.type, enabled=False):  # a caller's may be on
+                *_, slopes = ctx.run(ctx.saved_tensors[1:], by_value)
         return None, None, None, None, *slopes
 
 
 def _run_blocks(pairs, options, size, names, tensors, by_losses):
     """Compute losses (A,), how many count, and the gradient of by_losses · losses in tensors."""
-    # preallocate: what is made in a block and stays would keep the memory of the block from reuse
-    losses = torch.empty_like(pairs.anchors[:, 0])
+    losses = torch.empty_like(pairs.anchors[:, 0])  # made in a block, it would hold its memory
     count = torch.zeros_like(losses[0])
     slopes = [torch.zeros_like(x) for x in tensors]
     for rows in _slices(len(losses), size):
@@ -1107,7 +1014,7 @@ def _run_blocks(pairs, options, size, names, tensors, by_losses):
         count += found.count
         if by_losses is not None:
             wanted = [leaves.get(name, x) for name, x in zip(names, tensors, strict=True)]
-            # what functions hold may have a graph of its own, which each block goes through
+            # each block goes through the graph of what functions hold
             again = {"retain_graph": HELD in names, "materialize_grads": True}
             by_wanted = torch.autograd.grad(found.losses, wanted, by_losses[rows], **again)
             for name, slope, part in zip(names, slopes, by_wanted, strict=True):
@@ -1116,12 +1023,8 @@ def _run_blocks(pairs, options, size, names, tensors, by_losses):
     return losses, count, slopes
 
 
-HELD = "held"
-
-
 def _held(pairs, options):
-    """List what functions of one's own hold and learn: the leaves that autograd meets in a call.
-    The call is for the first anchor alone: what only other anchors use would get no gradient."""
+    """List what functions of one's own learn: leaves that autograd meets on the first anchor."""
     if not (callable(options["weights"]) or callable(options["objective"])):
         return []
     alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
@@ -1146,8 +1049,7 @@ def _uncompiled(function, *arguments):
 
 def _over_ranks(value, count, group):
     """Sum over ranks, with a gradient that is right once DDP has averaged it.
-    `gather` sums gradients over ranks, and DDP divides by the number of ranks: so a sum would come
-    out too small by this number, and it is multiplied by it first."""
+    DDP divides by the number of ranks what `gather` sums: so value is multiplied by it first."""
     totals = torch.stack([value.detach(), count])
     distributed.all_reduce(totals, group=group)
     value = distributed.get_world_size(group) * value
@@ -1163,7 +1065,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         ranks = distributed.get_world_size(group)
         everything = x.new_empty(ranks * len(x), *x.shape[1:])
-        distributed.all_gather_into_tensor(everything, x, group)
+        distributed.all_gather(list(everything.chunk(ranks)), x, group)
         return everything
 
     @staticmethod
@@ -1179,30 +1081,24 @@ class _Gather(torch.autograd.Function):
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
     To share rows: group=group, negatives=gather(rows, group), positive_index=rank * len(rows) + i,
-    where i (B,) are the places in this rank's rows that show its samples. All ranks need equally
-    many rows. Without a group: x itself."""
+    where i (B,) are this rank's rows that show its samples. All ranks need equally many rows."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
 
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
-# To add an option: a line and a sentence in Options, and its use. One that is learned goes where t
-# goes: `_check_option`, `_line_up`, a field of `_Pairs`, MAY_LEARN. An argument of a call, such as
-# `labels`: in Call, `contrastive_loss`, `_check_call` and `_line_up`.
 
 
 def unit(x: Tensor) -> Tensor:
-    """Project rows (..., D) to the unit sphere: z = x / ‖x‖.
-    Half precision becomes float32. A zero row stays 0, and its gradient passes unchanged. Squares
-    of entries must not overflow."""
+    """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 at least. A zero row stays
+    0, and its gradient passes unchanged. Squares of entries must not overflow."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
 
 
 def _upcast(x):
-    """Convert to float32 at least: half-precision sums are too inaccurate."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -1216,8 +1112,7 @@ def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
 
 
 class _LogSum(torch.autograd.Function):
-    """Compute log Σ e^{x + y} along a dimension, and the shares e^{x + y} / Σ e^{x + y}.
-    Like torch.logsumexp(x + y), but in fewer passes."""
+    """Compute log Σ e^{x + y} and the shares e^{x + y} / Σ, faster than torch.logsumexp."""
 
     @staticmethod
     def forward(x, y, dim):
@@ -1272,6 +1167,11 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
+def _warn_if_none(has, what):
+    if len(has) > 1 and _may_read(has) and not has.any():
+        _warn(f"none of {len(has)} anchors has a {what}: check labels, masks and positive_index")
+
+
 DEFAULTS, ALLOWED = {}, {}  # of options
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
     DEFAULTS[_name], ALLOWED[_name] = _hint.__metadata__
@@ -1292,18 +1192,15 @@ def settle(given: Options) -> Options:
     weights, objective = options["weights"], options["objective"]
     if objective not in tuple(OF_LOGITS):
         options["tau_plus"] = 0.0
-    by_coupling = weights == "transported"
     if options["detach_weights"] is None:
-        options["detach_weights"] = by_coupling
-    can_weigh_positives = weights in WEIGHTS and not by_coupling
-    fits = can_weigh_positives and objective in tuple(OF_LOGITS)
-    fits = fits or options["debias"] == "published"
-    _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
+        options["detach_weights"] = weights == "transported"
+    if options["debias"] == "exact":
+        fits = weights in WEIGHS_POSITIVES and objective in tuple(OF_LOGITS)
+        _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
     return options
 
 
 def _check_option(name, value):
-    """Check an option against the names that it may have, or its range."""
     allowed = ALLOWED[name]
     if value is None and DEFAULTS[name] is None:
         return
@@ -1328,7 +1225,6 @@ def _check_number(name, value, low, high=INF, kind=numbers.Integral):
 
 
 def _check_call(options, views, negatives, positive_index, mask, log_weights, labels, group):
-    """Check that the tensors of a call fit together."""
     several = "two or more floating tensors (B, D) of one shape; labels go in labels="
     alone = "; or one, with labels=, or with negatives= and positive_index="
     named = len(views) == 1 and (labels is not None or positive_index is not None)
@@ -1366,7 +1262,6 @@ def _check_call(options, views, negatives, positive_index, mask, log_weights, la
 
 
 def _check_tensor(name, x, kind, *shapes):
-    """Check the kind and shape of a tensor, unless it is None."""
     if x is None:
         return
     if kind != "floating" and not torch.is_tensor(x):  # labels, say, may be a list
@@ -1383,14 +1278,13 @@ def _fits(x, kind, shape):
         return False
     is_kind = {"floating": x.is_floating_point(), "boolean": x.dtype == torch.bool}
     is_kind["whole"] = not any(is_kind.values())
-    if kind is not None and not is_kind[kind]:
+    if not is_kind.get(kind, True):
         return False
     sizes = zip(x.shape, shape, strict=True)
     return all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
 
 
 def _check_rows(name, index, n):
-    """Check, on a CPU, that numbers of rows lie between 0 and n − 1."""
     if index is None or torch.is_tensor(index) and not _may_read(index):
         return
     rows = torch.as_tensor(index, device="cpu").flatten().tolist()
@@ -1399,14 +1293,9 @@ def _check_rows(name, index, n):
 
 
 def _check_shared(negatives, group):
-    """Check that negatives (K, D) are the same on every rank: their number and their sum."""
-    number = negatives.new_tensor(len(negatives), dtype=torch.float64)
-    told = gather(torch.stack([number, negatives.detach().double().sum()])[None], group)  # (R, 2)
-    same = torch.allclose(told, told[:1])
+    sums = gather(negatives.detach().double().sum()[None], group)  # of each rank
+    same = torch.allclose(sums, sums[:1])
     _require(same, "negatives", "another on each rank", "of all ranks: gather(negatives, group)")
-
-
-OF_ALL_ANCHORS = "a matrix of your own for all anchors goes in log_weights="
 
 
 def _check_result(name, result, shape):
@@ -1451,19 +1340,16 @@ def view(
     sigma: tuple = (0.1, 2.0),
 ) -> Tensor:
     """Draw one random view of every image: a resized crop, a flip, colour jitter, grayscale, blur.
-    images (B, 3, H, W), bytes or floats in [0, 1] → floats in [0, 1] of the same shape, float64 for
-    float64 and float32 for all others. The view has a gradient in the images.
-    generator    on the images' device; a view is one draw, so the generator's state replays it
+    images (B, 3, H, W), bytes or floats in [0, 1] → float32 or float64 in [0, 1], with a gradient
+    generator    on the images' device; a generator in the same state repeats a view
     area         range of the crop's share of the image
-    ratio        range of the crop's width / height, each as a share of the image's; the crop is
-                 clipped to the image
+    ratio        range of the crop's width / height, over the image's; clipped to the image
     flip, jitter, gray, blur    probabilities of a mirror image, colour jitter, no colour, a blur
     brightness, contrast, saturation    x: each factor is drawn from [1 − x, 1 + x]
     hue          x: the turn of the colour circle is drawn from [−x, x], 1 is a full turn
     sigma        range of the blur's standard deviation, in pixels
     Defaults are those of [6] for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one
-    affine map of luma and chroma, so its parts commute and the result is clipped once.
-    Ref: [6] App. A; [3] 3.1"""
+    affine map of luma and chroma, so its parts have no order. Ref: [6] App. A; [3] 3.1"""
     _check_tensor("images", images, None, ("B", 3, "H", "W"))
     x = _floats(images)
     draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32)
@@ -1477,7 +1363,6 @@ def view(
 
 
 def _crop(x, draws, area, ratio, flip):
-    """Cut a crop out of each image, and resize and mirror it: say where each pixel comes from."""
     for_area, for_ratio, for_x, for_y, for_flip = draws.unbind(1)  # (B,) each
     share = _between(for_area, area)
     aspect = _between(for_ratio, (math.log(ratio[0]), math.log(ratio[1]))).exp()
@@ -1525,8 +1410,7 @@ def _between(draw, ends):
 
 @functools.lru_cache
 def _colour_maps(device, dtype):
-    """Make two maps (3, 3): from rgb to luma and two axes of chroma, and back.
-    Each device and dtype gets them once, as a copy to a device makes the host wait."""
+    """Make maps (3, 3): rgb to luma, two axes of chroma, and back. Cached: a copy stalls a GPU."""
     rows = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
     with torch.inference_mode(False):  # tensors made in inference mode could not serve training
         to_yiq = torch.tensor(rows, device=device, dtype=torch.float32)
@@ -1534,7 +1418,6 @@ def _colour_maps(device, dtype):
 
 
 def _blur(x, deviation, chosen):
-    """Blur the chosen images, each with its own deviation in pixels, one axis after the other."""
     height, width = x.shape[2:]
     radius = max(1, min(height, width) // 20)  # a kernel a tenth as wide as the image: [6]
     steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
@@ -1551,10 +1434,9 @@ def _blur(x, deviation, chosen):
 
 class Encoder(nn.Module):
     """Map images (B, 3, H, W) in [0, 1] to features (B, self.features) and embeddings (B, dim).
-    name: "small" (four convolutions, for a CPU), "resnet18" or "resnet50" (these need torchvision);
-    dim: of the embeddings; size: H = W in pixels, an even number for "small". Embeddings are not
-    normalised. After training, use the features. For images of at most 64 pixels, torchvision's
-    networks get a 3 × 3 first convolution and no max-pooling. Ref: [6] App. B.9; [1] App. C"""
+    name: "small" (four convolutions), "resnet18" or "resnet50" (of torchvision, with a 3 × 3 first
+    convolution and no max-pooling up to 64 pixels); size: H = W, even for "small". Embeddings are
+    not normalised. After training, use the features. Ref: [6] App. B.9; [1] App. C"""
 
     def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
@@ -1588,8 +1470,7 @@ class Encoder(nn.Module):
 
 class MemoryBank(nn.Module):
     """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
-    rows: the initial ones (K, D), such as the untrained encoder's embeddings; random rows would be
-    noise. momentum: m in [0, 1). The buffer `rows` has no gradient. Ref: [4] 5.1; [8]"""
+    rows: (K, D) at first, a buffer without gradient. momentum: m in [0, 1). Ref: [4] 5.1; [8]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
@@ -1608,8 +1489,8 @@ class MemoryBank(nn.Module):
 
 @torch.no_grad()
 def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
-    """Move parameters and buffers towards another network's: θ' ← m θ' + (1 − m) θ.
-    Both networks have the same layers. Integers are copied. Ref: [8]; [3] Eq. 7"""
+    """Move parameters and buffers towards those of a leader: θ' ← m θ' + (1 − m) θ.
+    Both have the same layers. Integers are copied. Ref: [8]; [3] Eq. 7"""
     leaders = leader.state_dict()
     for name, value in follower.state_dict().items():
         if value.is_floating_point():
@@ -1619,9 +1500,7 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
 
 
 def _descend(loss, optimizer, name, read=False):
-    """Step an optimizer.
-    FloatingPointError if the loss of `name` is not finite. To read it, the host waits for a GPU: so
-    on a GPU only steps with `read` check it."""
+    """Step an optimizer; FloatingPointError if the loss is not finite, on a GPU only if `read`."""
     if (read or _may_read(loss)) and not loss.isfinite():
         raise FloatingPointError(f"the loss of the {name} is {loss.item()}")
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
@@ -1634,8 +1513,7 @@ def _descend(loss, optimizer, name, read=False):
 @torch.no_grad()
 def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images (n, 3, H, W), on any device. A copy of the encoder works, in eval mode: there is no
-    gradient, and the encoder's modes and BatchNorm buffers stay as they are."""
+    images (n, 3, H, W), on any device. A copy of the encoder runs in eval mode, no gradient."""
     encoder = copy.deepcopy(encoder).eval()
     weight = next(encoder.parameters())  # of the encoder's device and dtype
     parts = images.split(batch_size)
@@ -1646,10 +1524,8 @@ def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
 
 @torch.no_grad()
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
-    """Measure how evenly embeddings cover the sphere: log E e^{−t ‖x − y‖²} over different rows.
-    z (n, D) → from −4t (two antipodes) to 0 (one point). Cost: n² D, and the memory of n²/2
-    distances. [4] plots its negative. Ref: [5]; [4] Eq. 10"""
-    _require(len(z) >= 2, "z", _describe(z), "(n, D) of at least two rows")
+    """Measure how evenly z (n, D) covers the sphere: log E e^{−t ‖x − y‖²} over different rows,
+    from −4t (antipodes) to 0 (one point). Cost: n² D, memory n²/2. Ref: [5]; [4] Eq. 10, negated"""
     exponents = -t * F.pdist(unit(z)).square()
     return exponents.logsumexp(0) - math.log(len(exponents))
 
@@ -1658,8 +1534,6 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 
 
 class _Residual(nn.Module):
-    """Add a shortcut: x → residual(x) + shortcut(x)."""
-
     def __init__(self, residual, shortcut):
         super().__init__()
         self.residual = nn.Sequential(*residual)
@@ -1674,7 +1548,6 @@ def _conv(before, after, kernel=3):
 
 
 def _up(before, after):
-    """Double the side: [9] Fig. 15(b), without class labels."""
     double = nn.Upsample(scale_factor=2)
     residual = [nn.BatchNorm2d(before), nn.ReLU(), double, _conv(before, after)]
     residual += [nn.BatchNorm2d(after), nn.ReLU(), _conv(after, after)]
@@ -1682,8 +1555,7 @@ def _up(before, after):
 
 
 def _down(before, after, first=False, last=False):
-    """Halve the side, but not in the last block: [9] Fig. 15(c).
-    The first block sees the image, and a ReLU before it would cut off half of the image."""
+    """Halve the side, unless last: [9] Fig. 15(c). A first ReLU would cut off half of the image."""
     pool = nn.Identity() if last else nn.AvgPool2d(2)
     residual = [_conv(before, after), nn.ReLU(), _conv(after, after), pool]
     if not first:
@@ -1701,9 +1573,8 @@ def _widths(size, width):
 
 class Generator(nn.Module):
     """Map latents (B, latent) from N(0, I) to images (B, 3, size, size) in [0, 1], float32.
-    size: a power of two, at least 8; width: channels at full size, 16 for a CPU, 64 for a GPU.
-    Residual blocks double the side from 4 × 4 on. Weights are spectrally normalised.
-    Ref: [9] Fig. 15; [3] 4"""
+    size: a power of two, at least 8; width: channels at full size. Residual blocks double the side
+    from 4. Weights are spectrally normalised. Ref: [9] Fig. 15; [3] 4"""
 
     def __init__(self, size: int = 32, width: int = 16, latent: int = 64):
         super().__init__()
@@ -1741,15 +1612,13 @@ class Discriminator(nn.Module):
 class Game(nn.Module):
     """Play against the encoder: G makes samples that are hard for it, D keeps them looking real.
     pairs       a latent gives two images, G(z) and G_ema(z), each other's positives. False: one
-    ascent      G ascends the encoder's loss. False: it plays against D alone; without pairs, too,
-                this is [3]'s "CL-GAN"
+    ascent      G ascends the encoder's loss. False: against D alone; without pairs [3]'s "CL-GAN"
     momentum    m of G_ema, in [0, 1)
     pretrain    epochs of G and D alone before the encoder begins
     every       encoder's steps for each of the generator's
     batch_size  images of each kind in a step of D, at least 2
     lr          learning rate of Adam for the hinge losses; ascent_lr: for the ascent
-    Its state_dict holds networks, optimizers and `taken`. The numbers suit short runs on a CPU.
-    Ref: [3] 3.1, 3.2"""
+    Its state_dict holds networks, optimizers and `taken`. Defaults suit a CPU. Ref: [3] 3.1, 3.2"""
 
     def __init__(
         self,
@@ -1790,9 +1659,9 @@ class Game(nn.Module):
         return torch.randn(n, self.G.latent, generator=generator, device=device)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
-        """Generate n images: pairs G(z_k), G_ema(z_k) of n // 2 latents, or n images of G alone.
-        → images (n, 3, size, size) in [0, 1], with a gradient in G and none in G_ema; the index of
-        each image's latent (n,). Pairs of an odd n have one image fewer. Ref: [3] Eq. 6"""
+        """Generate n images: pairs G(z_k), G_ema(z_k) of n // 2 latents, or n images of G alone →
+        images (n, 3, size, size) in [0, 1], one fewer for pairs of an odd n, with a gradient in G
+        alone; the index of each image's latent (n,). Ref: [3] Eq. 6"""
         z = self.latents(n // 2 if self.pairs else n, generator)
         index = torch.arange(len(z), device=z.device)
         if not self.pairs:
@@ -1824,12 +1693,10 @@ class Game(nn.Module):
                 _ = module.weight  # a read is a power iteration; averaged singular vectors need one
 
     def get_extra_state(self):
-        """Return what state_dict() holds beside the networks."""
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         return states | {"taken": self.taken}
 
     def set_extra_state(self, state):
-        """Load such a state; load_state_dict() calls it."""
         self.taken = state["taken"]
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
@@ -1838,8 +1705,7 @@ class Game(nn.Module):
 # ---- 12. Training: methods, and one loop. A method is a SimCLR with a state of its own, and calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
 #     after_step() → figures, once the encoder has moved
-# images (B, 3, H, W) and their places in the training set, index (B,); options go to the criterion.
-# In a method's pre-training, encoder and loss are None.
+# index (B,): the images' places in the training set. In pre-training encoder and loss are None.
 
 
 class SimCLR(nn.Module):
@@ -1880,8 +1746,8 @@ class SimCLR(nn.Module):
 
 class Bank(SimCLR):
     """Contrast one view of each image with its row of a memory bank; all other rows are candidates.
-    images: the training set. An untrained encoder maps all images near one point. So the first rows
-    are its embeddings less their mean. Ref: [4] Eq. 1, with the bank for its g"""
+    The first rows are the untrained encoder's embeddings of images, the training set, less their
+    mean, as it maps all near one point. Ref: [4] Eq. 1, with the bank for its g"""
 
     def __init__(
         self,
@@ -1908,9 +1774,8 @@ class Bank(SimCLR):
 
 class DiffHard(SimCLR):
     """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
-    criterion: of objective ppcl, unless the game has no pairs; game: a Game for images of one size.
-    Figures: those of `Game.imitate`.
-    Ref: [3] Algorithm 1"""
+    criterion: of objective ppcl, unless the game has no pairs; game: for images of one size.
+    Figures: those of `Game.imitate`. Ref: [3] Algorithm 1"""
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
@@ -1954,24 +1819,24 @@ class DiffHard(SimCLR):
 
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
-    """Make an encoder take a large batch a few samples at a time, `micro_batch`, in their memory.
-    → a function to call in its place, with tensors, dicts of tensors and keywords, whose rows are
-    samples; it returns what the encoder returns: a tensor, a tuple or a dict. The backward pass
-    embeds each micro-batch again, with the same randomness. The gradient is exact, but BatchNorm in
-    training mode normalises each micro-batch alone and moves its statistics twice. With
+    """Make an encoder take a batch in parts of `micro_batch` samples, to save memory → a function
+    to call in its place, with tensors, dicts of tensors and keywords, whose rows are samples. The
+    backward pass embeds again, with the same randomness. The gradient is exact, but BatchNorm in
+    training mode normalises each part alone, and moves its statistics twice. With
     DistributedDataParallel, wrap a module that calls this function. Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
     def in_parts(*inputs, **named):
+        inputs = [dict(x) if isinstance(x, Mapping) else x for x in inputs]  # as of a tokenizer
         leaves, structure = tree_flatten((inputs, named))
-        sizes = [len(x) for x in leaves if torch.is_tensor(x)]
-        _require(len(sizes) > 0, "encoder", "called without tensors", "called with some")
+        sizes = {len(x) for x in leaves if torch.is_tensor(x) and x.ndim > 0}
+        _require(len(sizes) == 1, "rows", sizes or "none", "of one number in all tensors")
         parts = []
-        for rows in _slices(sizes[0], micro_batch):
-            some = [x[rows] if torch.is_tensor(x) else x for x in leaves]
+        for rows in _slices(sizes.pop(), micro_batch):
+            some = [x[rows] if torch.is_tensor(x) and x.ndim > 0 else x for x in leaves]
             few, more = tree_unflatten(some, structure)
             parts.append(checkpoint(encoder, *few, use_reentrant=False, **more))
-        return tree_map(lambda *outputs: torch.cat(outputs), *parts)
+        return tree_map(lambda *x: torch.cat(x) if torch.is_tensor(x[0]) else x[0], *parts)
 
     return in_parts
 
@@ -1984,8 +1849,7 @@ def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
 
 def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
     """Lower the share kept from 1 to α, geometrically, until `until`: α^{min(1, progress / until)}.
-    The nearest candidates of a random encoder share background and colour: alone, they teach
-    little else."""
+    The nearest candidates of a random encoder share background and colour, which teaches little."""
     return alpha ** min(1.0, progress / until)
 
 
@@ -2014,21 +1878,18 @@ OPTIMIZERS = {  # of the same recipes, and how their rate goes over the progress
 
 
 class Training:
-    """Train an encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
-    encoder      an Encoder
+    """Train an Encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
     images       uint8 (n, 3, H, W), on the encoder's device or, to save its memory, on the CPU
     method       SimCLR, Bank, DiffHard, or one of your own
-    recipe       a row of RECIPES; settings override it: epochs, batch_size, lr, weight_decay.
-                 Batches have about batch_size images, and at least two
+    recipe       a row of RECIPES; settings override it. Batches have about batch_size images
     schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
     micro_batch  images that the encoder takes at a time; None: all
     bfloat16     autocast of a step; None: if the hardware computes in bfloat16
     seed         of order, views and latents: the same seed repeats the run, on a GPU up to rounding
-    A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth
-    of an epoch, statistics, too. Epochs below 0 are the pre-training, without a loss.
-    FloatingPointError if a loss is not finite; on a GPU only steps with statistics look.
-    After a step state_dict() holds all that load_state_dict() needs. To train in several processes,
-    write a loop with DistributedDataParallel, and give the loss its group."""
+    A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth of
+    an epoch, statistics, too. A loss that is not finite raises, on a GPU only with statistics.
+    Epochs below 0 are the pre-training. One process alone trains; for more, write a loop with
+    DistributedDataParallel, and give the loss its group."""
 
     parts = ("encoder", "method", "optimizer")  # these have a state
 
@@ -2046,8 +1907,8 @@ class Training:
     ):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
         self.recipe = RECIPES[recipe] | settings
-        unknown = settings.keys() - RECIPES[recipe].keys()
-        _require(not unknown, "settings", unknown, f"some of {', '.join(RECIPES[recipe])}")
+        known = RECIPES[recipe].keys()
+        _require(settings.keys() <= known, "settings", settings, f"some of {', '.join(known)}")
         self.encoder = encoder.to(memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
@@ -2089,7 +1950,6 @@ class Training:
                 yield figures | place
 
     def _step(self, index, position):
-        """Take a step with the images at index → figures."""
         encoder_steps = self.epochs * self.steps_per_epoch
         progress = max(0, position) / encoder_steps  # a position below 0 is in the pre-training
         rate = self.rate(progress, 1 / encoder_steps)
@@ -2127,7 +1987,6 @@ class Training:
         return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on from such a state."""
         self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]
         for name in self.parts:
             getattr(self, name).load_state_dict(state[name])

@@ -464,7 +464,7 @@ def _limit(positives, absolute_margin, relative_margin):
 def _own_rows(positive_index, a):
     """Return the rows of the bank that show the sample of anchor a."""
     named = [] if positive_index is None else np.ravel(positive_index[a])
-    return [j for j in named if j >= 0]
+    return sorted({j for j in named if j >= 0})
 
 
 def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, objective):
@@ -472,7 +472,8 @@ def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, obj
     size, is_single = len(views[0]), len(views) == 1
     rows = _lists(np.concatenate(views))
     labels = [] if labels is None else list(labels)
-    by_label = positive_index is None if is_single else objective == "ppcl"
+    by_label = objective == "ppcl" or is_single and positive_index is None
+    by_label = by_label and len(labels) > 0
     candidates, candidate_labels = [rows] * len(rows), labels * len(views)
     if bank is not None:
         each_has = np.broadcast_to(bank, (size, *np.shape(bank)[-2:]))  # (B, K, D)
@@ -482,7 +483,7 @@ def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, obj
         own_views = range(a % size, len(rows), size)
         excluded = own_views if bank is None else _own_rows(positive_index, a)
         positives = [_product(rows[a], rows[b]) for b in own_views if b != a]
-        if is_single and bank is not None:
+        if is_single and bank is not None and not by_label:
             positives = [_product(rows[a], candidates[a][j]) for j in excluded]
         negatives = [-INF] * len(candidates[a])
         for j, candidate in enumerate(candidates[a]):
