@@ -1,5 +1,6 @@
 """Tests of the pages: what README, tutorial and benchmarks say runs, and prints what they say."""
 
+import ast
 import os
 import re
 import shutil
@@ -10,14 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import distributed, nn
 from torch.nn import functional as F
 
 import hardneg
 import train
 from hardneg import contrastive_loss
+from training import images
 
 HERE = Path(__file__).resolve().parent
-README, MORE = ((HERE / folder / "README.md").read_text() for folder in (".", "benchmarks"))
+README = (HERE / "README.md").read_text()
+MORE = sorted((HERE / "benchmarks").rglob("*.md"))
 PRESETS = sorted(hardneg.PRESETS)
 # a process of its own has one thread: more would wait for each other
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
@@ -58,37 +62,36 @@ def statements():
     return found
 
 
+def figures(value, x, direction):
+    """Return a value, and the norm and a projection of its gradient in x."""
+    (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+    return value.item(), gradient.norm().item(), (gradient * direction).sum().item()
+
+
+def execute(code, names):
+    """Run the statements of a block → the numbers that their comments say, by name."""
+    said, lines = {}, code.splitlines()
+    for node in ast.parse(code).body:
+        exec(compile(ast.Module([node], []), "a block", "exec"), names)
+        number = re.search(r"# (-?\d+\.\d+)", lines[node.end_lineno - 1])
+        if number:
+            said[node.targets[0].id] = float(number[1])
+    return said
+
+
 COMMANDS = re.findall(r"train\.py([^#&\n]*)", "".join(blocks("sh")))
-COMMANDS += re.findall(r"\| `(--.*?)` \|", README + MORE)
+COMMANDS += re.findall(r"\| `(--.*?)` \|", README + "".join(path.read_text() for path in MORE))
 
 
 class TestReadme:
     """Snippets, calls and commands run; the map has every name."""
 
-    FIT = """
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
-loader = torch.utils.data.DataLoader(torch.rand(32, 2, 3, 32, 32), batch_size=16)
-lightning.Trainer(max_epochs=1, **quiet).fit(Model(), loader)
-"""
-
-    @pytest.mark.parametrize("needs", ["torch alone", "lightning"])
-    def test_snippets_print_what_their_comments_say(self, tmp_path, needs):
+    def test_snippets_print_what_their_comments_say(self, tmp_path):
         shutil.copy(HERE / "hardneg.py", tmp_path)
-        hidden = {}
-        if needs == "lightning":
-            pytest.importorskip("lightning")
-        else:
-            hidden = dict.fromkeys(("torchvision", "numpy", "scipy", "tqdm", "matplotlib", "PIL"))
-            encoder, some = hardneg.Encoder("small").eval(), torch.rand(2, 3, 32, 32)
-            sizes = ({0: torch.export.Dim("n")},)
-            program = torch.export.export(encoder, (some,), dynamic_shapes=sizes)
-            torch.export.save(program, tmp_path / "encoder.pt2")
+        hidden = dict.fromkeys(("torchvision", "numpy", "scipy", "tqdm", "matplotlib", "PIL"))
         hide = f"import sys; sys.modules.update({hidden})\n"
-        codes = [
-            code for code in blocks("python") if ("lightning" in code) == (needs == "lightning")
-        ]
-        fit = self.FIT if needs == "lightning" else ""
-        runs = [start(["-W", "ignore", "-c", hide + code + fit], tmp_path) for code in codes]
+        codes = blocks("python")
+        runs = [start(["-W", "ignore", "-c", hide + code], tmp_path) for code in codes]
         for code, run in zip(codes, runs, strict=True):
             out, error = run.communicate()
             comments, lines = re.findall(r"#\s*(.*)", code), out.strip().splitlines()
@@ -129,9 +132,7 @@ lightning.Trainer(max_epochs=1, **quiet).fit(Model(), loader)
             assert part in commands and part in ci
 
     def test_links_lead_to_files_and_headings(self):
-        paths = [HERE / "README.md", HERE / "tutorial" / "README.md"]
-        paths += (HERE / "benchmarks").glob("*.md")
-        for path in paths:
+        for path in [HERE / "README.md", *(HERE / "tutorial").glob("*.md"), *MORE]:
             for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
                 if link.startswith("https://"):
                     continue
@@ -143,60 +144,197 @@ lightning.Trainer(max_epochs=1, **quiet).fit(Model(), loader)
 class TestCalls:
     """README's calls give the values of the packages that they stand for.
 
-    Each package ran once, on the CPU in float64: lightly 1.6.0, pytorch-metric-learning 2.9.0,
-    info-nce-pytorch 0.1.4, open_clip 3.3.0 and sentence-transformers 6.2.0, in README's order.
-    Compared are the loss, and the norm and one projection of its gradient.
+    Each package ran once, on the CPU in float64: lightly 1.6.0, sentence-transformers 6.2.0 and
+    pytorch-metric-learning 2.9.0, in README's order. Compared are the loss, and the norm and one
+    projection of its gradient.
     """
 
     CALLS = [  # value, norm, projection
         (2.98841832198, 1.08630541418, 0.727559923599),
-        (2.83405002174, 1.15381455348, 0.56528918891),
-        (2.04514859482, 1.08018365701, 0.778002641582),
-        (2.79175843402, 0.933170347727, 0.347625347815),
-        (1.17761394216, 0.999321930125, 1.56922649859),
-        (2.79175843402, 0.933170347727, 0.347625347815),
-        (3.99845144176, 2.92790991494, 2.90986489536),
         (3.17041338841, 0.977547868993, 0.522631071643),
-        (4.51519113613, 1.04841234185, 0.447859253384),
-        (3.43595912137, 0.558609503361, 0.343165064833),
+        (2.57717615098, 1.30290994472, -1.46758843356),
     ]
 
     def test_calls_of_the_readme(self):
-        calls = [code for code in statements() if re.match(r"\(?contrastive_loss", code)]
-        calls.insert(3, calls[3])  # negatives for all, and for each
-        names = {"torch": torch, "contrastive_loss": contrastive_loss, "a": 3.0, "t": 0.2}
+        calls = [code for code in statements() if code.startswith("contrastive_loss")]
+        names = {"torch": torch, "contrastive_loss": contrastive_loss, "t": 0.2}
         names |= {"i": torch.arange(6), "c": torch.arange(6) % 3, "y": embeddings(2, 6, 8)}
         x, direction = embeddings(1, 6, 8).requires_grad_(), embeddings(5, 6, 8)
-        scale = torch.tensor(12.5, dtype=torch.float64, requires_grad=True)
-        each, queue = embeddings(3, 6, 2, 8), embeddings(4, 9, 8)
-        names |= {"x": x, "scale": scale, "queue": queue}
-        names["rows"] = torch.cat([names["y"], each.flatten(0, 1)])
-        assert "rows = torch.cat([y, n.flatten(0, 1)])" in statements()
-        for k, (call, expected) in enumerate(zip(calls, self.CALLS, strict=True)):
-            value = eval(call, names | {"n": queue if k == 3 else each})
-            (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
-            figures = value.item(), gradient.norm().item(), (gradient * direction).sum().item()
-            np.testing.assert_allclose(figures, expected, 1e-10)
-            if "scale" in call:
-                slope = float(torch.autograd.grad(value, scale)[0])
-                assert slope == pytest.approx(0.273304946416, rel=1e-10)
+        names |= {"x": x, "n": embeddings(3, 6, 2, 8)}
+        (rows,) = (code for code in statements() if code.startswith("rows"))
+        exec(rows, names)
+        for call, expected in zip(calls, self.CALLS, strict=True):
+            np.testing.assert_allclose(figures(eval(call, names), x, direction), expected, 1e-10)
 
-    def test_graded_relevance(self):
-        """−Σ g_pq log( e^{s_pq} / (e^{s_pq} + Σ e^s over documents without relevance) ) / Σ g."""
-        x, y = embeddings(0, 2, 6, 8)
-        relevance = np.maximum(0, np.random.default_rng(3).integers(-2, 4, (6, 6)))
-        p, q = np.nonzero(relevance)
-        g = torch.tensor(relevance[p, q])
-        losses, mean = (code for code in statements() if "losses" in code)
-        s = (F.normalize(x) @ F.normalize(y).T / 0.1).numpy()
-        want = 0
-        for i, j in zip(p, q, strict=True):
-            others = np.exp(s[i][relevance[i] == 0]).sum()
-            want += relevance[i, j] * np.log1p(others / np.exp(s[i, j]))
-        names = {"contrastive_loss": contrastive_loss, "x": x, "y": y, "p": p, "q": q, "g": g}
-        names["off"] = torch.tensor(relevance == 0)
-        exec(losses, names)
-        assert float(eval(mean, names)) == pytest.approx(want / relevance.sum(), rel=1e-12)
+
+class TestRecipes:
+    """Each section of tutorial/RECIPES.md runs after the first block, and has the values it says.
+
+    PEERS are values of the packages that it names, each with the norm of the gradient and one
+    projection: run once, on the CPU in float64. Those of hn_nce, dhn_nce, nce and graded are of
+    their formulas.
+    """
+
+    PAGE = (HERE / "tutorial" / "RECIPES.md").read_text()
+    START, *SECTIONS = PAGE.split("\n## ")
+    TITLES = [text.split("\n")[0] for text in SECTIONS]  # the last, Export, needs a run
+    PEERS = {
+        "ntxent": (1.527572614714, 0.700774085835, 0.087524511997),
+        "dcl": (0.590678074554, 0.947746488411, 0.292461360234),
+        "moco": (2.001196402607, 0.762701687574, 0.489809909441),
+        "in_batch": (1.515137901169, 0.902298066643, 0.145656349368),
+        "tuples": (3.511091733662, 1.700782360699, 1.131378989813),
+        "own_alone": (0.856888088653, 1.0563131954, -0.5035100922),
+        "gist": (0.564947207791, 0.636966880459, 0.069012769435),
+        "gist_all": (1.082958044613, 0.715958416502, -0.176585323182),
+        "gte": (2.303457514944, 0.741054949455, 0.160565739705),
+        "qwen3": (1.581534584294, 0.703853280875, 0.29298171149),
+        "llave": (6.32907492498, 1.031281669314, 0.653713151208),
+        "gemma": (2.603762585803, 0.813559875749, 0.345820746587),
+        "hn_nce": (3.074546059822, 0.934126564952, 0.614676024421),
+        "dhn_nce": (2.866537706737, 1.04055386621, 0.62551162625),
+        "clip": (1.039935030712, 0.53935612296, 0.24125556931),
+        "siglip": (5.813302105259, 0.836198721974, 0.372466676185),
+        "logq": (2.321783827417, 0.8097745835, 0.570683422226),
+        "kl_loss": (3.528505840696, 0.688501583035, -0.925363531149),
+        "mse_loss": (3.553705669454, 0.29647379182, -0.306605174697),
+        "graded": (2.656925575496, 0.562425538081, -0.150356740781),
+        "each": (3.114229469035, 0.716279186491, 0.829885544267),
+        "ppcl": (3.216100959821, 0.699591341178, 0.817099121088),
+        "nce": (2.107066569348, 0.7413832277, 0.667312008844),
+        "supcon": (4.962150981774, 1.801790896331, -1.112142637587),
+        "xbm": (5.427078526526, 0.562474889753, 0.492609081071),
+        "matryoshka": (6.943647489695, 2.723021435724, 3.177585276555),
+    }
+
+    @pytest.fixture(autouse=True)
+    def float32_after(self):
+        yield
+        torch.set_default_dtype(torch.float32)  # the first block sets float64
+
+    @classmethod
+    def run(cls, title, before="", after=""):
+        """Run the first block and a section, with some text replaced → names, said numbers."""
+        section = cls.SECTIONS[cls.TITLES.index(title)]
+        assert before in section
+        names, said = {}, {}
+        for text in (cls.START, section):
+            for code in re.findall(r"```python\n(.*?)```", text, re.S):
+                said |= execute(code.replace(before, after) if before else code, names)
+        return names, said
+
+    @pytest.mark.parametrize("title", TITLES[:-1])
+    def test_values_are_those_of_the_comments_and_of_peers(self, title):
+        names, said = self.run(title)
+        assert said
+        for name, number in said.items():
+            assert names[name].item() == pytest.approx(number, abs=1e-6), name
+            if name in self.PEERS:
+                found = figures(names[name], names["x"], embeddings(5, 8, 16))
+                np.testing.assert_allclose(found, self.PEERS[name], 1e-9, err_msg=name)
+
+    def test_every_value_of_a_peer_and_every_section_is_used(self):
+        assert not [name for name in self.PEERS if f"\n{name} = " not in self.PAGE]
+        linked = set(re.findall(r"\]\(#(.*?)\)", self.START))
+        assert linked == headings(HERE / "tutorial" / "RECIPES.md") - {"recipes"}
+        lines = self.PAGE.splitlines()
+        assert len(lines) <= 250 and max(map(len, lines)) <= 100
+
+    def test_clip_and_siglip_learn_their_scale_and_bias(self):
+        names, _ = self.run("CLIP and SigLIP")
+        (by_scale,) = torch.autograd.grad(names["clip"], names["log_scale"], retain_graph=True)
+        (by_bias,) = torch.autograd.grad(names["siglip"], names["bias"])
+        assert by_scale.item() == pytest.approx(0.247409416755, rel=1e-9)  # of open_clip
+        assert by_bias.item() == pytest.approx(-0.982021865196, rel=1e-9)
+
+    def test_corrected_logq_has_the_gradient_of_its_paper(self):
+        """−sg(1 − P) log( e^p / Σ_j e^{s_j − log q'_j} ), P from the mean of the same terms."""
+        names, _ = self.run("logQ correction")
+        x, rows, q = (names[name] for name in ("x", "rows", "q"))
+        s = F.normalize(x) @ F.normalize(rows).T / 0.1
+        losses = []
+        for a in range(len(x)):
+            other = torch.arange(len(rows)) != a
+            share = q[other] / q[other].sum()  # of what is drawn among the others
+            terms = torch.exp(s[a][other]) / share
+            surely = s[a, a].exp() / (s[a, a].exp() + terms.mean())
+            losses.append((1 - surely).detach() * (terms.sum().log() - s[a, a]))
+        (ours,) = torch.autograd.grad(names["corrected"], x, retain_graph=True)
+        (paper,) = torch.autograd.grad(sum(losses) / len(x), x)
+        torch.testing.assert_close(ours, paper, rtol=1e-9, atol=1e-12)
+
+    def test_the_module_for_a_trainer(self):
+        class Model(nn.Module):  # of sentence-transformers: dicts in, dicts out
+            def forward(self, features):
+                return {"sentence_embedding": features["given"]}
+
+        names, _ = self.run("Pairs and n-tuples")
+        assert names["columns"].shape[0] == 4 and (names["columns"] >= 0).all()
+        columns = [names["x"], names["y"], *names["n"].unbind(1)]
+        module = names["HardNegatives"](Model(), temperature=1 / 20)
+        value = module([{"given": column} for column in columns], labels=None)
+        assert value.item() == pytest.approx(self.PEERS["tuples"][0], rel=1e-10)
+
+    def test_the_module_in_sentence_transformers(self):
+        package = pytest.importorskip("sentence_transformers", minversion="6.2")
+        tokenizers = pytest.importorskip("tokenizers")
+        from sentence_transformers.sentence_transformer import losses, modules
+
+        words = tokenizers.models.WordLevel({f"w{k}": k for k in range(30)}, unk_token="w0")
+        tokenizer = tokenizers.Tokenizer(words)
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        table = modules.StaticEmbedding(tokenizer, embedding_dim=8)
+        model = package.SentenceTransformer(modules=[table], device="cpu")
+        texts = [[f"w{k} w{2 * k} w{j}" for k in range(1, 9)] for j in (1, 2, 3)]
+        features = [model.preprocess(column) for column in texts]
+        module = self.run("Pairs and n-tuples")[0]["HardNegatives"](model, temperature=1 / 20)
+        peer = losses.MultipleNegativesRankingLoss(model)
+        torch.testing.assert_close(module(features), peer(features, None))
+
+    def test_ddp_with_a_group_of_one(self):
+        alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
+        distributed.init_process_group("gloo", **alone)
+        try:
+            names, said = self.run(
+                "DDP and Lightning", "None, 0", "torch.distributed.group.WORLD, 0"
+            )
+        finally:
+            distributed.destroy_process_group()
+        assert names["ranks"].item() == pytest.approx(said["ranks"], abs=1e-6)
+
+    def test_the_step_of_lightning_trains(self):
+        lightning = pytest.importorskip("lightning")
+        step = self.run("DDP and Lightning")[0]["training_step"]
+        torch.set_default_dtype(torch.float32)
+
+        class Model(lightning.LightningModule):
+            training_step = step
+
+            def __init__(self):
+                super().__init__()
+                self.encoder = nn.Linear(16, 8)
+                self.criterion = hardneg.ContrastiveLoss("hcl")
+
+            def configure_optimizers(self):
+                return torch.optim.AdamW(self.parameters(), 1e-3)
+
+        model, pairs = Model(), torch.utils.data.TensorDataset(*torch.randn(2, 32, 16))
+        before = model.encoder.weight.clone()
+        loader = torch.utils.data.DataLoader(pairs, batch_size=8)
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(model, loader)
+        assert not torch.equal(before, model.encoder.weight)
+
+    def test_the_export_of_a_run(self, tmp_path, monkeypatch):
+        whole = images.shapes
+        monkeypatch.setattr(images, "shapes", lambda n, **options: whole(n // 40, **options))
+        monkeypatch.chdir(tmp_path)
+        train.run(train.Options(epochs=1, batch_size=64, report=False, device="cpu"))
+        encoder = self.run("Export")[0]["encoder"].eval()
+        backbone = hardneg.Encoder("small").backbone.eval()
+        backbone.load_state_dict(torch.load("backbone.pt", weights_only=True))
+        some = torch.rand(2, 3, 32, 32)
+        torch.testing.assert_close(backbone(4 * some - 2), encoder(some)[0])
 
 
 class TestTutorial:
