@@ -1,7 +1,7 @@
 """Print the commands for the papers' headlines, in the papers' own settings:
 python benchmarks/papers.py
 
-What it prints stands in README.md beside it. A command is train.py's, with encoder, optimizer,
+What it prints stands in studies/papers.md. A command is train.py's, with encoder, optimizer,
 rate, epochs, batch, temperature and views as the paper says, or else as its authors' code has them.
 [2] VII-A keeps the settings of [1], App. C. The momentum of [4]'s bank is that of the code which it
 follows. [3] names neither optimizer nor temperature: those of train.py, and 0.5. The arithmetic is

@@ -242,7 +242,7 @@ def filled(row: str, words: str, values: dict) -> dict[str, str]:
     return rows
 
 
-# ---- Rows of ../CAUSE.md: one factor at a time --------------------------------------------------
+# ---- Rows of studies/cause.md: one factor at a time ---------------------------------------------
 
 WEIGHTS = ["uniform", "tilted", "tilted-held", "transported", "transported-held", "top"]
 OF_TOP = {0.067: 0.067, 0.133: 0.14, 0.267: 0.35}  # found by trial

@@ -3,10 +3,10 @@
 claims judges what the papers claim, and we. A gain is the mean difference of two rows of a study,
 paired by seed, ± half the width of Student's 95 % interval. A claim holds where that lies above 0,
 fails where it lies below 0, and is open where it includes 0; in bold it does so with Holm's
-correction for all differences of the table, too. The others: cause, the tables of CAUSE.md; course,
-kNN in the course of the runs of `long`; table1, uniformity and tolerance of `tiny-t`, as in Table 1
-of [4]; brief, those of ../README.md; explicit and graphs, of programs that have gone. The
-references in brackets are those of ../hardneg.py.
+correction for all differences of the table, too. The others: cause, the tables of
+studies/cause.md; course, kNN in the course of the runs of `long`; table1, uniformity and tolerance
+of `tiny-t`, as in Table 1 of [4]; brief, those of ../README.md; explicit and graphs, of programs
+that have gone. The references in brackets are those of ../hardneg.py.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def rows_of(study: str) -> dict[str, list]:
 def row_of(study: str, name: str, t: float = COLD) -> list:
     """Return the runs of a row, by seed: of its study, or of the one that its name begins with.
 
-    The name of a cell of CAUSE.md may leave out the temperature t."""
+    The name of a cell of cause.md may leave out the temperature t."""
     if ": " in name:
         study, name = name.split(": ")
     found = rows_of(study)
@@ -92,18 +92,19 @@ def written(gaps: list[float]) -> str:
     """Write the mean of differences with its interval; in bold if 0 lies outside."""
     middle, half = report.interval(gaps)
     text = report.gain(gaps).replace("-", "−")
-    if abs(middle) > half:
-        text = f"**{text}**"
-    return text
+    return f"**{text}**" if abs(middle) > half else text
+
+
+def spread_of(runs: list, figure: str) -> str:
+    """Write the mean of runs ± their standard deviation; nothing where no run has the figure."""
+    values = [run[figure] for run in runs if figure in run]
+    return report.spread(values) if values else ""
 
 
 def both_written(study: str, gap: str, t: float = COLD) -> list[str]:
     """Write a gap by linear readout and by kNN; nothing where there are no such runs."""
-    cells = []
-    for figure in ("linear", "knn"):
-        gaps = gaps_of(study, gap, figure, t)
-        cells.append(written(gaps) if gaps else "")
-    return cells
+    found = [gaps_of(study, gap, figure, t) for figure in ("linear", "knn")]
+    return [written(gaps) if gaps else "" for gaps in found]
 
 
 # ---- Studies -----------------------------------------------------------------------------------
@@ -153,10 +154,8 @@ def course(name: str = "long") -> str:
     others = [row for row in found if row != baseline]
     lines = [["epoch", f"`{baseline}`, kNN %"] + [f"`{row}`, gain" for row in others]]
     for epoch, then in measured(found):
-        line = [str(epoch), report.spread([run["knn"] for run in then[baseline]])]
-        for row in others:
-            line.append(report.gain(compare.gaps_of(then[row], then[baseline], "knn")))
-        lines.append(line)
+        line = [str(epoch), spread_of(then[baseline], "knn")]
+        lines.append(line + [gain_in(then, row, "knn", baseline) for row in others])
     return report.markdown(lines)
 
 
@@ -175,9 +174,8 @@ def measured(found: dict) -> list:
 def brief() -> str:
     """Write the tables of ../README.md: each loss on each set of images, and text."""
     names = {"shapes": "shapes", "cifar10": "CIFAR-10", "tiny": "Tiny ImageNet"}
-    found = [common.read(name) for name in names]
     columns = []
-    for study in found:
+    for study in map(common.read, names):
         some = next(iter(study.values()))
         untrained = {"untrained encoder": [run["untrained"] for run in some]}
         columns.append(study | untrained | {"raw pixels": [some[0]["raw"]]})
@@ -185,15 +183,10 @@ def brief() -> str:
     titles |= {name: name for name in ("untrained encoder", "raw pixels")}
     lines = [["loss"] + list(names.values())]
     for row, title in titles.items():
-        line = [title]
-        for column in columns:
-            values = [run["linear"] for run in column.get(row, [])]
-            line.append(report.spread(values) if values else "")
-        lines.append(line)
+        lines.append([title] + [spread_of(column.get(row, []), "linear") for column in columns])
     found, text = rows_of("code_search"), [["negatives, text", "MRR", "gain in MRR"]]
     for row, words in IN_WORDS.items():
-        spread = report.spread([run["mrr"] for run in found[row]])
-        text.append([words, spread, gain_in(found, row, "mrr")])
+        text.append([words, spread_of(found[row], "mrr"), gain_in(found, row, "mrr")])
     return f"{report.markdown(lines)}\n\n{report.markdown(text)}"
 
 
@@ -224,7 +217,7 @@ def search(record: str = "code_search") -> str:
     for row in [row for row in SEARCHES if row in found]:
         runs, settings = found[row], found[row][0]["settings"]
         line = [row] + [str(settings[what] or "") for what in ("temperature", "rate")]
-        line += [report.spread([run[name] for run in runs]) for name in measures]
+        line += [spread_of(runs, name) for name in measures]
         line += [gain_in(found, row, "mrr"), str(len(runs))]
         lines.append(line + [f"{seconds[row] / seconds['simclr']:.1f}"])
     return report.markdown(lines)
@@ -243,10 +236,7 @@ def pairs(record: str = "minimal_pairs") -> str:
     gains = [["over in-batch"] + list(OF_PAIRS.values()) + ["n"]]
     found = rows_of(record)
     for row, runs in found.items():
-        line = [row]
-        for name in OF_PAIRS:
-            values = [run[name] for run in runs if name in run]
-            line.append(report.spread(values) if values else "")
+        line = [row] + [spread_of(runs, name) for name in OF_PAIRS]
         seconds = mean(run["seconds"] for run in runs)
         figures.append(line + [str(len(runs)), f"{seconds:.0f}"])
         baseline = "bag, in-batch" if row.startswith("bag") else "in-batch"
@@ -286,7 +276,7 @@ def graphs() -> str:
     return report.markdown(lines)
 
 
-# ---- CAUSE.md ----------------------------------------------------------------------------------
+# ---- studies/cause.md --------------------------------------------------------------------------
 
 
 def design() -> str:
@@ -295,11 +285,8 @@ def design() -> str:
     columns += [("nce", t) for t in EFFECTIVE[1:]]
     lines = [["weights"] + list(OBJECTIVES) + [f"nce, {t}" for t in EFFECTIVE[1:]]]
     for weights in WEIGHTS:
-        line = [weights]
-        for objective, t in columns:
-            [run] = row_of("cause-search", f"{weights} {objective}", t)
-            line.append(f"{run['linear']:.1f}")
-        lines.append(line)
+        runs = [row_of("cause-search", f"{weights} {name}", t)[0] for name, t in columns]
+        lines.append([weights] + [f"{run['linear']:.1f}" for run in runs])
     return report.markdown(lines)
 
 
@@ -337,14 +324,10 @@ def cells(study: str) -> str:
         runs = row_of(study, cell)
         # of version 1 of hardneg.py; version 2 has another statistic, `spread`
         cold = [run["history"][-1]["temperature_effective"] for run in runs]
-        line = [cell] + [report.spread([run[x] for run in runs]) for x in ("linear", "knn")]
-        over = ""
-        if cell != f"uniform nce {COLD}":
-            over = written(gaps_of(study, f"{cell} − uniform nce"))
-        line.append(over)
-        line.append(f"{mean(cold):.3f}")
-        for figure in ("uniformity", "tolerance"):
-            line.append(f"{mean(run[figure] for run in runs):.2f}")
+        line = [cell] + [spread_of(runs, figure) for figure in ("linear", "knn")]
+        over = written(gaps_of(study, f"{cell} − uniform nce"))
+        line += ["" if cell == f"uniform nce {COLD}" else over, f"{mean(cold):.3f}"]
+        line += [f"{mean(run[x] for run in runs):.2f}" for x in ("uniformity", "tolerance")]
         lines.append(line)
     return report.markdown(lines)
 
@@ -366,24 +349,35 @@ def factors() -> str:
 
 def warmer() -> str:
     """Write what the gradient and the weights change at larger effective temperatures."""
-    lines = [["t_eff", "gradient through tilted weights, linear", "kNN"]]
-    lines[0] += ["tilted weights, held, linear", "kNN"]
+    shown = "gradient through tilted weights", "tilted weights, held"
+    lines = [["t_eff", f"{shown[0]}, linear", "kNN", f"{shown[1]}, linear", "kNN"]]
     for t in EFFECTIVE[1:]:
-        line = [f"{t}"]
-        for factor in ("gradient through tilted weights", "tilted weights, held"):
-            line += both_written("cause-t", FACTORS[factor], t)
-        lines.append(line)
+        one, other = [both_written("cause-t", FACTORS[factor], t) for factor in shown]
+        lines.append([f"{t}", *one, *other])
+    return report.markdown(lines)
+
+
+def long_run() -> str:
+    """Write what weights gain in 60 epochs over a plain loss: at their t, at that of held ones."""
+    rows = {"held": "tilted-held", "with their gradient": "tilted"}
+    rows["the same, τ⁺ = 1/N: `hcl 0.1`"] = "hcl 0.1"
+    lines = [["tilted weights, t = 0.1"]]
+    lines[0] += ["over `simclr` at 0.1, linear", "kNN", "over `simclr` at 0.067, linear", "kNN"]
+    for title, row in rows.items():
+        over = [both_written("long", f"{row} − simclr{t}") for t in ("", " 0.067")]
+        lines.append([title, *over[0], *over[1]])
     return report.markdown(lines)
 
 
 def cause() -> str:
-    """Write the tables of CAUSE.md, each below a title."""
+    """Write the tables of cause.md, each below a title."""
     tables = {"linear readout, %, one run a cell": design()}
     tables["the same by factor, paired by cell"] = design_by_factor()
     for name, title in SETS.items():
         tables[f"{title}, five seeds"] = cells(name)
     tables["one factor at a time: points, with 95 % intervals"] = factors()
     tables["at larger effective temperatures, CIFAR-10, three seeds"] = warmer()
+    tables["CIFAR-10, 60 epochs, three seeds"] = long_run()
     return "\n\n".join(f"{title}\n{table}" for title, table in tables.items())
 
 
@@ -415,6 +409,9 @@ hard negatives gain on CIFAR-10 | [1], [2]
     `hcl`, t = 0.2, β = 2 | long | hcl 0.2 − simclr
     tilted weights, t = 0.1 | long | tilted − simclr
     tilted weights by kNN | long | tilted − simclr | knn
+… over a plain loss at t = 0.067 | here
+    `hcl`, t = 0.1 | long | hcl 0.1 − simclr 0.067
+    `hcl` by kNN | long | hcl 0.1 − simclr 0.067 | knn
 the gradient through the weights gains | here
     CIFAR-10 | cause | all gradients
     Tiny ImageNet | cause-tiny | all gradients

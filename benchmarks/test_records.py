@@ -4,6 +4,7 @@ import importlib
 import itertools
 import re
 import sys
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # as when a program is run
@@ -12,6 +13,7 @@ import debias
 import papers
 import pytest
 import rows
+import speed
 import studies
 import tables
 import torch
@@ -19,21 +21,40 @@ from matplotlib import figure as pictures
 
 import hardneg
 import train
+from training import report
 from training.images import Images
 from training.test_training import HERE, README, write_images
 
-PAGES = "".join(path.read_text() for path in (HERE / "benchmarks").rglob("*.md")) + README
-PROGRAMS = sorted(set(HERE.glob("benchmarks/*.py")) - set(HERE.glob("benchmarks/test_*.py")))
+FOLDER = HERE / "benchmarks"
+PAGES = {path: path.read_text() for path in sorted(FOLDER.rglob("*.md"))}
+ALL = "".join(PAGES.values()) + README
+FRONT = PAGES[FOLDER / "README.md"]
+PROGRAMS = sorted(set(FOLDER.glob("*.py")) - set(FOLDER.glob("test_*.py")))
 RECORDS = sorted(common.RESULTS.glob("*.json"))
 
 
-def commands():
-    """Find the commands of the pages: a program and its words, those in `…` and those indented."""
-    found = re.findall(r"`(?:python benchmarks/)?(\w+)\.py(?:\s([^`…]+))?`", PAGES)
-    found += re.findall(r"^ +python benchmarks/(\w+)\.py (.*)$", PAGES, re.M)
+def commands(text=ALL):
+    """Find the commands of a text: a program and its words, those in `…` and those indented."""
+    found = re.findall(r"`(?:python benchmarks/)?(\w+)\.py(?:\s([^`…]+))?`", text)
+    found += re.findall(r"^ +python benchmarks/(\w+)\.py (.*)$", text, re.M)
     programs = {path.stem for path in PROGRAMS if "__main__" in path.read_text()}
     named = [f"{name} {words}".split() for name, words in found if name in programs]
     return list(dict.fromkeys(" ".join(words) for words in named))
+
+
+def records_of(text):
+    """Return the names of the records that commands of a text show."""
+    words = {word for command in commands(text) for word in command.split()}
+    return words & {path.stem for path in RECORDS}
+
+
+def cells_of(text):
+    """Return the tables of a text, each a list of lines, each a list of cells."""
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.M)
+    return [
+        [re.split(r" *\| *", line.strip("|").strip()) for line in table.splitlines()]
+        for table in tables
+    ]
 
 
 class TestPapers:
@@ -60,7 +81,7 @@ class TestPapers:
         assert any(not torch.equal(p, q) for p, q in zip(before, encoder.parameters(), strict=True))
 
     def test_the_page_has_them(self):
-        assert papers.table() in PAGES
+        assert papers.table() in ALL
 
 
 class TestStudies:
@@ -147,7 +168,8 @@ class TestRecords:
             return
         assert len({len(some) for some in found.values()}) == 1
         if path.stem not in BY_CELL:
-            assert tables.of_study(path.stem) in PAGES
+            places = [text for text in PAGES.values() if path.stem in records_of(text)]
+            assert any(tables.of_study(path.stem) in text for text in places)
 
     def test_claims_are_judged_by_the_recorded_runs(self):
         for gaps, said in (([1, 2, 3], "open"), ([4, 5, 6], "holds"), ([-4, -5, -6], "fails")):
@@ -161,6 +183,126 @@ class TestRecords:
 BY_CELL = {"cause", "cause-t", "cause-tiny"}  # the page has other tables of these
 MEASURED = {"speed given": "--rounds 1", "speed mining": "--rounds 2 --sizes 10000"}  # no record
 MEASURED["speed losses --one hcl --sizes 16384"] = "--sizes 64"
+
+
+MEASURES = "linear knn uniformity tolerance finetuned transfer mrr all words blind other".split()
+INTERVAL = r"(\d+\.\d+) ± (\d+\.\d+)"
+
+
+def figures_of(study):
+    """Return what a record measured, {row: {measure: {seed: value}}}, kNN of each epoch as well."""
+    rows, found = {}, common.read(study)
+    if study == "graphs":
+        for name, of_set in found.items():
+            for row, values in of_set.items():
+                rows[f"{row}, {name}"] = {f"linear, {name}": dict(enumerate(values))}
+        return rows
+    if study == "explicit":
+        for row, values in found.items():
+            parts = zip(*values, strict=True)
+            rows[row] = {k: dict(enumerate(part)) for k, part in enumerate(parts)}
+        return rows
+    for row, runs in tables.rows_of(study).items():
+        of_row = rows[row] = {}
+        for run in runs:
+            values = {name: run[name] for name in MEASURES if name in run}
+            course = [entry for entry in run.get("history", []) if "knn" in entry]
+            values |= {entry["epoch"]: entry["knn"] for entry in course}
+            if course:
+                values["change"] = course[-1]["knn"] - course[0]["knn"]
+            for name, value in values.items():
+                of_row.setdefault(name, {})[run["seed"]] = value
+    return rows
+
+
+def differences_of(study):
+    """List the differences of a study's rows: one value for each seed.
+
+    Of the cells of cause.md those of one factor, elsewhere those of any two rows."""
+    samples, means = [], []
+    if study in rows.STUDIES:
+        both = itertools.product(tables.MEANS, ("linear", "knn"))
+        means = [some for some in itertools.starmap(partial(tables.gaps_of, study), both) if some]
+    for one, other in itertools.combinations(means, 2):
+        samples.append([x - y for x, y in zip(one, other, strict=True)])
+    if study.startswith("cause"):
+        some = itertools.product(tables.PAIRS, ("linear", "knn"), rows.EFFECTIVE)
+        return samples + means + [tables.gaps_of(study, *words) for words in some]
+    for one, other in itertools.combinations(figures_of(study).values(), 2):
+        samples += paired(one, other, one.keys() & other.keys())
+    return samples + means
+
+
+def paired(one, other, measures):
+    """List the differences of two rows by each measure."""
+    samples = []
+    for name in measures:
+        others, some = sorted((one[name], other[name]), key=len)
+        if len(others) == 1:  # a row without seeds
+            others = dict.fromkeys(some, *others.values())
+        samples.append([some[seed] - others[seed] for seed in some.keys() & others.keys()])
+    return samples
+
+
+@cache
+def intervals_of(path):
+    """Return the differences of the studies of a page, with intervals, without signs."""
+    studied = records_of(PAGES[path]) - {"losses", "loop"}
+    samples = [gaps for study in studied for gaps in differences_of(study)]
+    if "finetune-all" in studied:  # its rows are compared with those of another study
+        for one in figures_of("finetune-tenth").values():
+            samples += paired(one, figures_of("finetune-all")["SimCLR"], ["finetuned"])
+    written = {report.gain(gaps, k) for gaps in samples if len(gaps) > 1 for k in (1, 2)}
+    return {text.lstrip("+-") for text in written}
+
+
+def paragraphs_of(path):
+    """Yield the paragraphs of a page and the pages they are about: itself and those they link to.
+
+    An item of a list is a paragraph, a table is none."""
+    for text in re.split(r"\n\n|\n(?=- |\d\. )", PAGES[path]):
+        if not text.startswith("|"):
+            links = {path.parent / link for link in re.findall(r"\]\(([^)#]*\.md)", text)}
+            yield " ".join(text.split()), {path} | {link.resolve() for link in links} & PAGES.keys()
+
+
+class TestPages:
+    """What pages say in their own words is of the records, too."""
+
+    @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+    def test_intervals_in_prose_are_differences_of_recorded_rows(self, path):
+        """Of the page's studies, or of those of a page that the paragraph links to."""
+        for text, places in paragraphs_of(path):
+            known = set().union(*map(intervals_of, places))
+            said = [" ± ".join(pair) for pair in re.findall(INTERVAL, text)]
+            assert not [interval for interval in said if interval not in known], text
+
+    def test_the_front_page_is_short(self):
+        lines = FRONT.splitlines()
+        assert len(lines) <= 200 and max(map(len, lines)) <= 100
+
+    def test_claims_of_the_front_page_are_those_of_the_table(self):
+        """With gain, number of seeds and judgement, of a study of the page that is linked."""
+        [shown] = [table for table in cells_of(FRONT) if table[0][0] == "claim"]
+        [judged] = cells_of(tables.claims())
+        assert 5 < len(shown[2:]) <= 10
+        for _, _, gain, n, linked in shown[2:]:
+            judgement, link = re.fullmatch(r"\[(.*)\]\((.*)\)", linked).groups()
+            here = records_of(PAGES[FOLDER / link])
+            assert any(
+                line[3:6] == [gain, n, judgement] and line[6].strip("`") in here for line in judged
+            )
+
+    def test_times_of_the_front_page_are_those_of_the_record(self):
+        """A column names a unit and a size."""
+        [shown] = [table for table in cells_of(FRONT) if table[0][0] == "loss"]
+        milliseconds, memory, _ = cells_of(speed.show_losses(common.read("losses")))
+        for title, *cells in zip(*shown, strict=True):
+            unit, _, size = title.partition(", ")
+            if size:
+                table = memory if unit == "MiB" else milliseconds
+                of_row = {line[0]: line[table[0].index(size)] for line in table}
+                assert cells[1:] == [of_row[line[0]] for line in shown[2:]]
 
 
 class TestCommands:
@@ -191,9 +333,9 @@ class TestCommands:
         assert printed or drawn
         for table in re.findall(r"(?:^\|.*\n)+", printed, re.M):
             left_out = BY_CELL & set(words) or "pays" in command
-            assert left_out or command in MEASURED or table in PAGES
+            assert left_out or command in MEASURED or table in ALL
         if name == "speed" and command not in MEASURED:
-            assert printed.splitlines()[0] in PAGES
+            assert printed.splitlines()[0] in ALL
 
     def test_corrections_are_simulated_and_trained(self):
         """The figures of debias.py, small."""

@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from numpy.random import default_rng as rng
+from scipy.optimize import brentq, minimize
 from scipy.special import logsumexp, rel_entr, softmax
 from scipy.stats import norm
 
@@ -30,7 +31,6 @@ from test_hardneg import (
     TEMPERATURES,
     close,
     couple,
-    embeddings,
     exact_coupling,
     feasible,
     infinite,
@@ -45,7 +45,9 @@ from test_hardneg import (
     ours,
     similarities,
     weigh,
+    with_slope,
 )
+from training.readouts import tolerance
 
 
 def product_coupling(allowed):
@@ -122,6 +124,31 @@ def ball_packing(centres, shares):
     return shares @ squares.min(1)
 
 
+# a standard normal distribution: a sum over these points is exact to e^{−2π²/0.5²}, also if tilted
+GRID = np.arange(-16, 16.25, 0.5)
+LOG_SHARES = torch.tensor(-(GRID**2) / 2).log_softmax(0)
+
+
+def shared(rule):
+    """Make a rule for candidates on the grid: its weights, times the shares, have the sum 1."""
+    return lambda logits: (rule(logits) + LOG_SHARES).log_softmax(-1)
+
+
+def rows_at(cosines):
+    """Make unit rows (…, 2) that have these cosines with (1, 0)."""
+    return torch.tensor(np.stack([cosines, np.sqrt(1 - np.square(cosines))], -1))
+
+
+def derivatives(function, orders):
+    """Compute the derivatives of a function of one number at 0, up to this order."""
+    u = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    value, found = function(u), []
+    for _ in range(orders):
+        (value,) = torch.autograd.grad(value, u, create_graph=True)
+        found.append(float(value.detach()))
+    return found
+
+
 def some_coupling(seed, allowed):
     """Draw a coupling with uniform marginals on allowed entries, for odd seeds an extreme point."""
     cost = np.where(allowed, rng(seed).uniform(0, 3, allowed.shape), INF)
@@ -184,22 +211,6 @@ class TestTheorems:
 
     A statement that does not hold as printed has a test that shows where it fails.
     """
-
-    @pytest.mark.parametrize("beta", [0.5, 1.0, 3.0])
-    def test_hcl_is_a_plain_loss_at_another_temperature_to_second_order(self, beta):
-        """With its gradient: L(t/(1 + 2β)) / (1 + 2β), up to third order; held: t/(1 + β)."""
-
-        def slope(t, **options):
-            x = embeddings(0, 2, 8, 4).requires_grad_()
-            contrastive_loss(*x, objective="decoupled", temperature=t, **options).backward()
-            return t * x.grad
-
-        def distance(t):
-            tilted = slope(t, loss="hcl", beta=beta, tau_plus=0.0)
-            return (tilted - slope(t / (1 + 2 * beta))).norm().item()
-
-        far, near = distance(50.0), distance(100.0)
-        assert 3.8 < far / near < 4.2 and near < 1e-4
 
     SUMS = [(0, 1.197, 1.197), (1, 1.708, 2.106), (2, 2.401, 3.265), (4, 4.139, 5.147)]
 
@@ -562,6 +573,133 @@ class TestTheorems:
         close(slope, cold_slope - hot_slope, 1e-12)
         close(ours(x, 2, detach_weights=True, **tilted)[1], cold_slope / (1 + beta), 1e-12)
 
+    @given(**SAMPLES, t=st.floats(0.3, 2), beta=st.floats(0, 5))
+    def test_hcl_is_a_mean_of_differences_of_means(self, seed, b, t, beta):
+        """decoupled with tilted weights, − log N, is ∫ simple / t at b, for b in [β, β + 1].
+
+        So is its gradient, and each anchor's loss lies between those at the two ends.
+        """
+        x = normal(seed, 2 * b, 3)
+        tilted = {"temperature": t, "weights": "tilted"}
+        value, slope = ours(x, 2, objective="decoupled", beta=beta, **tilted)
+        nodes, shares = np.polynomial.legendre.leggauss(30)  # on [−1, 1], where their sum is 2
+        means, slopes = 0, 0
+        for node, share in zip(nodes, shares, strict=True):
+            found = ours(x, 2, objective="simple", beta=beta + (1 + node) / 2, **tilted)
+            means, slopes = means + share / 2 * found[0] / t, slopes + share / 2 * found[1] / t
+        close(value - math.log(2 * b - 2), means, 1e-10)
+        close(slope, slopes, 1e-10)
+        losses = partial(contrastive_loss, *torch.tensor(x).chunk(2), reduction="none", **tilted)
+        middle = losses(objective="decoupled", beta=beta) - math.log(2 * b - 2)
+        low, high = (losses(objective="simple", beta=end) / t for end in (beta, beta + 1))
+        assert (low <= middle + 1e-12).all() and (middle <= high + 1e-12).all()
+
+    @given(
+        mean=st.floats(-0.03, 0.03),
+        spread=st.floats(0.005, 0.06),
+        positive=st.floats(-1, 1),
+        t=st.floats(0.03, 1),
+        beta=st.floats(0, 1),
+    )
+    def test_on_normal_cosines_hcl_is_a_colder_plain_loss(self, mean, spread, positive, t, beta):
+        """L_hcl(t, β) = L(t̂) / (1 + 2β), t̂ = t / (1 + 2β), both of sums with total weight 1."""
+        rows, view = rows_at(mean + spread * GRID), rows_at(np.array([positive]))
+        plain, tilted = shared(hardneg.uniform), shared(partial(hardneg.tilted, beta=beta))
+
+        def loss(t, weights):
+            anchor = rows_at(np.ones(1))
+            options = {"objective": "decoupled", "temperature": t, "weights": weights}
+            return contrastive_loss(anchor, view, negatives=rows, **options)
+
+        colder = 1 + 2 * beta
+        value = loss(t, tilted)
+        close(value, loss(t / colder, plain) / colder, 1e-10)
+        close(value, (mean - positive) / t + colder * (spread / t) ** 2 / 2, 1e-10)
+
+    @given(**SEEDS, n=st.integers(2, 20), beta=st.floats(0, 4))
+    def test_hcl_damps_the_cumulants_of_a_colder_loss(self, seed, n, beta):
+        """The n-th, of L(t̂) / (1 + 2β), by d_n = ((1 + β)^n − β^n) / (1 + 2β)^{n − 1}."""
+        cosines = torch.tensor(rng(seed).uniform(-1, 1, (1, n)))
+        pos, colder = torch.zeros(1, 1, dtype=torch.float64), 1 + 2 * beta
+
+        def of_hcl(u):  # u = 1/t
+            log_w = weigh("tilted", pos, u * cosines, beta=beta)[0]
+            return judge("decoupled", pos, u * cosines, log_w).sum()
+
+        def of_plain(u):
+            s = colder * u * cosines
+            return judge("decoupled", pos, s, hardneg.uniform(s)).sum() / colder
+
+        orders = np.arange(1, 5)
+        damping = ((1 + beta) ** orders - beta**orders) / colder ** (orders - 1.0)
+        plain = np.array(derivatives(of_plain, 4))
+        close(derivatives(of_hcl, 4), damping * plain, 1e-10)
+        centred = numpy(cosines) - numpy(cosines).mean()
+        variance = (centred**2).mean()
+        cumulants = [cosines.mean(), variance, (centred**3).mean()]
+        cumulants += [(centred**4).mean() - 3 * variance**2]
+        close(plain, cumulants * colder ** (orders - 1.0), 1e-10)
+        close(damping[:2], [1, 1], 1e-12)
+        least = orders / 2.0 ** (orders - 1)
+        assert (damping[2:] >= least[2:] - 1e-12).all() and (damping[2:] <= 1 + 1e-12).all()
+
+    def test_many_candidates_are_needed_where_it_is_cold(self):
+        """Of 510 normal logits the sum is normal up to (1 + 2β) σ of about √(2 log 510) = 3.5."""
+        beta, n, pos = 0.5, 510, torch.zeros(500, 1, dtype=torch.float64)
+        draws, gaps = torch.tensor(normal(0, 500, n)), []
+        for spread in (1.0, 1.75, 3.5):  # (1 + 2β) σ is twice that
+            s = spread * draws
+            hcl = judge("decoupled", pos, s, weigh("tilted", pos, s, beta=beta)[0]) - math.log(n)
+            plain = (judge("decoupled", pos, 2 * s, hardneg.uniform(s)) - math.log(n)) / 2
+            gaps.append([float(x.mean()) / spread**2 - 1 for x in (hcl, plain)])
+            frozen = s.amax(1) - math.log(n) / 2  # if the largest alone makes up the sum
+            assert (plain >= frozen).all()
+        assert np.abs(gaps[0]).max() < 0.03  # a hundredth of what they measure, and noise
+        assert -0.1 < gaps[1][0] and gaps[1][1] < gaps[1][0] - 0.03
+        assert gaps[2][0] < -0.2 and gaps[2][1] < -0.3
+        assert float((plain - frozen).mean()) < 0.2 * float(plain.mean())
+
+    @pytest.mark.parametrize("objective", ["nce", "decoupled"])
+    @given(**SEEDS, n=st.integers(2, 12), spread=st.floats(0.1, 4), beta=st.floats(0.05, 4))
+    def test_far_negatives_are_pulled(self, objective, seed, n, spread, beta):
+        """With its gradient HCL pulls j iff e^{s_j} < β/(1 + β) E_q e^s; held, it pushes all."""
+        s = torch.tensor(spread * normal(seed, 1, n), requires_grad=True)
+        pos = torch.tensor(normal(seed + 1, 1, 1), requires_grad=True)
+        log_w = weigh("tilted", pos, s, beta=beta)[0]
+        push, pull = torch.autograd.grad(judge(objective, pos, s, log_w).sum(), (s, pos))
+        q, harder = (torch.softmax(b * s, 1) for b in (beta, 1 + beta))
+        close(push / -pull, (1 + beta) * harder - beta * q, 1e-10)
+        close(push.sum(), -pull.sum(), 1e-10)
+        neutral = beta / (1 + beta) * (q * s.exp()).sum()
+        clear = (s.exp() / neutral - 1).abs() > 1e-6
+        assert ((push < 0) == (s.exp() < neutral))[clear].all()
+        _, held = with_slope(judge(objective, pos, s, log_w.detach()), s)
+        assert (held > 0).all()
+
+    @pytest.mark.parametrize("spread, pulls", [(1.0, 0.055), (1.5, 0.144), (2.0, 0.217)])
+    def test_colder_losses_pull_more(self, spread, pulls):
+        """In all, over the pull on the positive: 510 normal logits, β = 0.5."""
+        s = torch.tensor(spread * normal(0, 2000, 510), requires_grad=True)
+        pos = torch.zeros(2000, 1, dtype=torch.float64)
+        _, push = with_slope(judge("decoupled", pos, s, weigh("tilted", pos, s, beta=0.5)[0]), s)
+        close(-push.clamp_max(0).sum(1).mean(), pulls, 0.003)
+
+    @given(**SEEDS, n=st.integers(2, 12), spread=st.floats(0.1, 3), beta=st.floats(0.05, 4))
+    def test_a_negative_alone_settles_at_the_neutral_point(self, seed, n, spread, beta):
+        """There (1 + β) B e^s + e^{(1 + β) s} = β A, with A, B = Σ e^{(1 + β) s}, Σ e^{β s}."""
+        others, pos = spread * normal(seed, n - 1), torch.zeros(1, 1, dtype=torch.float64)
+        a, b = (np.exp(k * others).sum() for k in (1 + beta, beta))
+
+        def sign(x):
+            return (1 + beta) * b * math.exp(x) + math.exp((1 + beta) * x) - beta * a
+
+        settled = brentq(sign, -50, 50, xtol=1e-14)
+        for off in (-0.1, 0.0, 0.1):
+            s = torch.tensor([[settled + off, *others]], requires_grad=True)
+            log_w = weigh("tilted", pos, s, beta=beta)[0]
+            slope = with_slope(judge("decoupled", pos, s, log_w), s)[1][0, 0]
+            assert abs(slope) < 1e-10 if off == 0 else slope * off > 0
+
     @given(**MATRICES, t=st.floats(0.1, 2), beta=st.floats(0, 5), epsilon=st.floats(0.1, 3))
     def test_weights_are_another_temperature(self, seed, a, n, t, beta, epsilon):
         """The push on negatives has simclr's shares at t/(1 + β); for ot, at tε/(t + ε)."""
@@ -576,6 +714,36 @@ class TestTheorems:
             (push,) = torch.autograd.grad(judge("nce", pos, s, log_w).sum(), s)
             shares = push / push.sum(1, keepdim=True)
             close(shares, torch.softmax(torch.tensor(cosines / t_effective), 1), 1e-12)
+
+    @pytest.mark.parametrize(
+        "t, beta, kept", [(0.5, 0, 9), (0.2, 0, 15), (0.1, 0, 20), (1, 0.5, 9)]
+    )
+    def test_temperature_is_a_water_level(self, t, beta, kept):
+        """Normal features of view-correlation λ_k, of energies a_k: at best a_k = t̂ (λ_k − ν)₊."""
+        correlations = torch.linspace(0.95, 0.05, 20, dtype=torch.float64)
+        sizes = torch.tensor(normal(0, 8, 20)).square()  # z_k² / a_k of a few anchors
+        sizes = sizes / sizes.mean(0)
+        grid = torch.arange(-40, 40.5, 0.5, dtype=torch.float64)
+        log_shares = (-grid.square() / 2).log_softmax(0)
+
+        def loss(energies):
+            a = torch.tensor(energies, requires_grad=True)
+            pos = (a * correlations).sum().expand(8, 1) / t  # its mean
+            deviations = (sizes @ a.square()).sqrt() / t  # of an anchor's products with others
+            neg = deviations[:, None] * grid
+            log_w = (hardneg.tilted(neg, beta) + log_shares).log_softmax(-1)
+            value = t * judge("decoupled", pos, neg, log_w).mean()
+            return [numpy(x) for x in with_slope(value, a)]
+
+        even, total = np.full(20, 1 / 20), {"type": "eq", "fun": lambda a: a.sum() - 1}
+        total["jac"] = np.ones_like
+        settings = {"ftol": 1e-15, "maxiter": 500}
+        options = {"jac": True, "bounds": [(0, 1)] * 20, "constraints": total, "options": settings}
+        found, colder = minimize(loss, even, method="SLSQP", **options).x, t / (1 + 2 * beta)
+        best = numpy(correlations)[:kept]
+        level = (best.sum() - 1 / colder) / kept
+        assert best[-1] > level and (kept == 20 or correlations[kept] <= level)
+        close(found, colder * np.maximum(0, numpy(correlations) - level), 1e-6)
 
     @given(**MATRICES, kappa=st.floats(-2, 4), epsilon=st.floats(0.3, 3))
     def test_kappa_is_epsilon_in_another_unit(self, seed, a, n, kappa, epsilon):
@@ -600,56 +768,124 @@ class TestTheorems:
     @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
     def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
         """dH(r)/dt = Var_r(s) / t³, with r the softmax of s/t. Ref: [4] Eq. 5"""
-        s = torch.tensor(rng(seed).uniform(-1, 1, n))
+        rows, view = (rows_at(rng(seed + k).uniform(-1, 1, size)) for k, size in enumerate((n, 1)))
+        s = numpy(rows[:, 0])
         temperature = torch.tensor(t, dtype=torch.float64, requires_grad=True)
-        r = torch.softmax(s / temperature, 0)
-        entropy = -(r * r.log()).sum()
+        anchor = rows_at(np.ones(1))
+        options = {"negatives": rows.requires_grad_(), "normalize": False, "block_size": 0}
+        value = contrastive_loss(anchor, view, temperature=temperature, **options)
+        (push,) = torch.autograd.grad(value, rows, create_graph=True)
+        shares = push[:, 0] / push[:, 0].sum()
+        entropy = -(shares * shares.log()).sum()
         (slope,) = torch.autograd.grad(entropy, temperature)
-        variance = (r * s * s).sum() - (r * s).sum() ** 2
-        close(slope, variance / t**3, 1e-12)
+        r = numpy(shares)
+        close(slope, ((r * s * s).sum() - (r * s).sum() ** 2) / t**3, 1e-10)
 
     @pytest.mark.parametrize("epsilon", [0.1, 0.3])
     def test_sinkhorn_converges_at_the_second_singular_value(self, epsilon):
-        """From step to step the error falls by σ₂², of √(A N) P*, once it falls evenly."""
+        """From step to step the error falls by σ₂², of √(A N) P*, once it falls evenly.
+
+        An error e of the rows is one of e / (1 − σ₂²) in the potentials, e / √(1 − σ₂²) in P.
+        """
         x, y = oracle.unit(normal(0, 30, 3)), oracle.unit(normal(1, 40, 3))
         kernel = torch.tensor((x @ y.T - 1) / epsilon)
-        f, g, _ = couple(kernel, tolerance=1e-14)
-        plan = numpy((f[:, None] + kernel + g).exp())
+        exact_f, exact_g, _ = couple(kernel, tolerance=1e-14)
+        plan = numpy((exact_f[:, None] + kernel + exact_g).exp())
         rate = np.linalg.svd(math.sqrt(plan.size) * plan, compute_uv=False)[1] ** 2
         steps = round(math.log(1e-8) / math.log(rate))
-        with pytest.warns(UserWarning, match="Sinkhorn stopped"):
-            errors = [couple(kernel, False, 1e-16, k)[2] for k in (steps, steps + 1)]
-        close(errors[1] / errors[0], rate, 0.01 * rate)
+        found = [couple(kernel, False, 1e-16, k) for k in (steps, steps + 1)]
+        close(found[1][2] / found[0][2], rate, 0.01 * rate)
+        f, g, _ = found[0]
+        rows = len(x) * numpy((f[:, None] + kernel + g).exp()).sum(1) - 1
+        off = numpy(f - exact_f)
+        of_plan = off[:, None] + numpy(g - exact_g)
+        error = math.sqrt((rows**2).mean())
+        assert off.std() == pytest.approx(error / (1 - rate), rel=0.01)
+        in_plan = math.sqrt((plan * of_plan**2).sum())
+        assert in_plan == pytest.approx(error / math.sqrt(1 - rate), rel=0.01)
+
+    @pytest.mark.parametrize("symmetric", [False, True])
+    @given(**SEEDS, b=st.integers(2, 5), n=st.integers(2, 6), epsilon=st.floats(0.2, 2))
+    def test_a_step_of_sinkhorn_multiplies_an_error(self, symmetric, seed, b, n, epsilon):
+        """By SᵀS, S = √(A N) P*; a symmetric one by −S (1 − S) / 2, with f and g alike."""
+        x, y = normal(seed, 2, b, 3)
+        cosines = similarities(x, y)[1]
+        if not symmetric:
+            cosines = oracle.unit(x) @ oracle.unit(normal(seed + 1, n, 3)).T
+        kernel = torch.tensor((cosines - 1) / epsilon)
+        f, g, _ = couple(kernel, symmetric, 1e-13)
+        log_plan = f[:, None] + kernel + g
+        plan = numpy(log_plan.exp())
+        size = math.sqrt(plan.size) * plan
+        if symmetric:
+            assert abs(np.trace(size)) == 0 and np.linalg.eigvalsh(size).min() < 0
+            expected = -(size - size @ size) / 2
+        else:
+            expected = size.T @ size
+
+        def after_a_step(off):  # the coupling is at −off, so to begin at 0 is an error of off
+            shifted = log_plan + off
+            if symmetric:
+                shifted = shifted + off[:, None]
+            found = couple(shifted, symmetric, max_steps=1)
+            assert not symmetric or torch.equal(found[0], found[1])
+            return found[1] + off
+
+        zero = torch.zeros(len(plan[0]), dtype=torch.float64)
+        close(torch.autograd.functional.jacobian(after_a_step, zero), expected, 1e-10)
+
+    @pytest.mark.parametrize("classes, rate", [(4, 0.0905), (16, 0.787)])
+    def test_a_symmetric_step_is_slow_for_pairs_alone(self, classes, rate):
+        """The error falls by the largest |μ (1 − μ)| / 2: below 1/8 for classes of eight samples.
+
+        In classes of two, μ nears −1.
+        """
+        x = np.tile(normal(0, classes, 16), (32 // classes, 1)) + 0.1 * normal(1, 32, 16)
+        kernel = torch.tensor((similarities(x, x + 0.2 * normal(2, 32, 16))[1] - 1) / 0.2)
+        exact, g, _ = couple(kernel, True, 1e-14)
+        scaled = len(kernel) * numpy((exact[:, None] + kernel + g).exp())
+        mu = np.linalg.eigvalsh(scaled)
+        close(np.abs(mu * (1 - mu) / 2).max(), rate, 1e-3)
+        steps = round(math.log(1e-4) / math.log(rate))
+        before, after = (numpy(couple(kernel, True, 1e-16, steps + k)[0] - exact) for k in (0, 1))
+        close(after, -(scaled - scaled @ scaled) @ before / 2, 1e-3 * np.abs(after).max())
+        errors = [couple(kernel, True, 1e-16, 2 * steps + k)[2] for k in (0, 1)]
+        assert float(errors[1] / errors[0]) == pytest.approx(rate, rel=0.1)
 
     @given(**SEEDS, classes=st.integers(2, 5), size=st.integers(2, 8), spread=st.floats(0, 2))
     def test_aligned_classes_are_told_apart_by_the_nearest_mean(self, seed, classes, size, spread):
         """The talk to [1]: P(another class mean is nearer) ≤ 4 L_align/Δ², Δ their least distance.
 
-        L_align = E ‖f − f⁺‖²/2 over independent pairs of a class, by Markov's inequality.
+        L_align = E ‖f − f⁺‖²/2 over independent pairs of a class, by Markov's inequality; over
+        pairs of two samples it is 1 − `tolerance`.
         """
         centres = normal(seed, classes, 1, 3)
         f = oracle.unit(centres + spread * normal(seed + 1, classes, size, 3))
-        means = f.mean(1)
-        pairs = [np.repeat(f, size, 1), np.tile(f, (1, size, 1))]  # all of a class
-        align = ((pairs[0] - pairs[1]) ** 2).sum(-1).mean() / 2
+        means, labels = f.mean(1), torch.arange(classes).repeat_interleave(size)
+        apart = 1 - float(tolerance(torch.tensor(f.reshape(-1, 3)), labels))
+        align = (1 - 1 / size) * apart  # a pair may be one sample twice
         close(align, 1 - (means**2).sum(1).mean(), 1e-12)
         distances = ((f[:, :, None] - means) ** 2).sum(-1)  # (classes, size, classes)
         error = (distances.argmin(-1) != np.arange(classes)[:, None]).mean()
-        apart = ((means[:, None] - means) ** 2).sum(-1) + np.diag([INF] * classes)
-        assert error <= 4 * align / apart.min() + 1e-12
+        gaps = ((means[:, None] - means) ** 2).sum(-1) + np.diag([INF] * classes)
+        assert error <= 4 * align / gaps.min() + 1e-12
 
     @given(**SEEDS, size=st.integers(2, 8), spread=st.floats(0, 1))
     def test_near_the_minimum_two_classes_are_told_apart(self, seed, size, spread):
-        """L_align + ‖E f‖² = 1 − Δ²/4 = ε for two equal classes, so the error is at most
-        1 − √(1 − ε) ≤ ε/(1 − ε). It says nothing where ε nears 1, as when classes pile up."""
-        centre = normal(seed, 1, 1, 3)
+        """The error is at most 1 − √(1 − ε) ≤ ε ≤ (L*_∞ + 2) / 2, ε = 1 − Δ²/4."""
+        centre, labels = normal(seed, 1, 1, 3), torch.arange(2).repeat_interleave(size)
         f = np.concatenate([centre, -centre]) + spread * normal(seed + 1, 2, size, 3)
         f = oracle.unit(f)
-        means = f.mean(1)
-        align = 1 - (means**2).sum(1).mean()
-        epsilon = align + (f.mean((0, 1)) ** 2).sum()
-        close(epsilon, 1 - ((means[0] - means[1]) ** 2).sum() / 4, 1e-12)
+        z, means, outside = torch.tensor(f.reshape(-1, 3)), f.mean(1), f[::-1]
+        options = {"loss": "simple", "weights": "hardest", "labels": labels}
+        above = float(contrastive_loss(z, **options)) + 2
+        nearest = np.einsum("cid,cjd->cij", f, outside).max(2).mean()
+        align = 1 - float(tolerance(z, labels))
+        close(above, align + 1 + nearest, 1e-12)
+        epsilon = 1 - ((means[0] - means[1]) ** 2).sum() / 4
+        alignment = 1 - (means**2).sum(1).mean()
+        close(epsilon, alignment + (f.mean((0, 1)) ** 2).sum(), 1e-12)
         distances = ((f[:, :, None] - means) ** 2).sum(-1)
         error = (distances.argmin(-1) != np.arange(2)[:, None]).mean()
-        assert error <= 1 - math.sqrt(1 - epsilon) + 1e-12
-        assert error <= epsilon / (1 - epsilon) + 1e-12
+        assert error - 1e-12 <= 1 - math.sqrt(1 - epsilon) <= epsilon + 1e-12
+        assert epsilon <= above / 2 + 1e-12
