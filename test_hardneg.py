@@ -925,7 +925,7 @@ class TestContrastiveLoss:
         if "labels" in rules and not each:
             drawn["labels"] = random.integers(3, size=b + rows)
         if "positive_index" in rules and rows:
-            places = random.integers(-1, n, size=(b, random.integers(1, 3)))
+            places = random.integers(-1, n, size=(b, random.integers(1, 5)))
             drawn["positive_index"] = places[:, 0] if places.shape[1] == 1 else places
         if log_weights:
             drawn["log_weights"] = random.standard_normal(shape if log_weights == "each" else n)
