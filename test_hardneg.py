@@ -102,6 +102,7 @@ def close(got, want, tolerance, floor=1.0):
     got, want = numpy(got), numpy(want)
     assert got.shape == want.shape
     scale = max(floor, np.abs(want[np.isfinite(want)]).max(initial=0))
+    assert scale < 1e20, "beside a masked value no error would show"
     with np.errstate(invalid="ignore"):
         off = np.where(got == want, 0, np.abs(got - want))
     assert (off <= tolerance * scale).all(), (
