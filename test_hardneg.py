@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -1104,7 +1105,8 @@ class TestNamedPositives:
         x, y = embeddings(1, 2, 8, 4)
         for function in (lambda s: torch.ones(16, 16), lambda s: s + torch.ones(16, 16)):
             contrastive_loss(x, y, weights=function)
-            with pytest.raises(Exception) as caught:
+            # without a gradient no look at the first anchor comes before
+            with pytest.raises(Exception) as caught, torch.no_grad():
                 contrastive_loss(x, y, weights=function, block_size=6)
             told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
             assert "goes in log_weights=" in " ".join(told)
@@ -1454,6 +1456,7 @@ class TestMine:
         cosines = np.append(cosines, np.full((n, 1), -9.0), 1)  # of −1
         got = np.take_along_axis(cosines, found.numpy(), 1)
         close(scores.clamp_min(-9), got, 1e-6)
+        assert torch.equal(scores == -INF, found < 0)
         close(got, np.take_along_axis(cosines, want, 1), 1e-6)
 
     def test_all_others_and_none(self):
@@ -1872,7 +1875,7 @@ class TestGather:
         for one, two in zip(torch.load(tmp_path / "found.pt"), losses_of(None), strict=True):
             close(one, two, 1e-8)
 
-    def test_a_group_of_one_refuses_second_derivatives(self, tmp_path):
+    def test_a_group_of_one_refuses_what_it_cannot_do(self, tmp_path, monkeypatch):
         meeting = f"file://{tmp_path / 'meeting'}"
         torch.distributed.init_process_group("gloo", meeting, rank=0, world_size=1)
         try:
@@ -1880,6 +1883,9 @@ class TestGather:
             loss = contrastive_loss(x, x, block_size=0, group=group)
             with pytest.raises(RuntimeError, match="a loss over ranks cannot be differentiated"):
                 torch.autograd.grad(loss, x, create_graph=True)
+            monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
+            with pytest.raises(hardneg.InvalidArgument, match="^negatives is another on each rank"):
+                contrastive_loss(x, x, negatives=x, group=group)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -2230,6 +2236,8 @@ class TestMicroBatches:
         found = few({"x": x, "y": y}, more=y, scale=3.0)
         all_close(tree_leaves(found), tree_leaves(encoder({"x": x, "y": y}, y, 3.0)), 1e-12)
         assert found.keys() == {"z", "both"}
+        of_tokenizer = few(UserDict(x=x, y=y), more=y, scale=3.0)
+        assert torch.equal(of_tokenizer["z"], found["z"])
         with pytest.raises(hardneg.InvalidArgument, match="^rows is none; .* of one number"):
             few("x")
 
