@@ -331,7 +331,7 @@ def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
 def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
     Ties with it are kept; alpha = k / N keeps the k nearest. x: as in `hardest`. Weights are 0 or
-    1, not of mean 1. Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
+    1: [4] sums these. Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     # whole numbers, rounded down: 0.07 · 100 exceeds 7, and its ceiling would be 8
     billionths = int(alpha * 10**9)
     most = -(-logits.shape[-1] * billionths // 10**9)
@@ -572,7 +572,7 @@ class _Pairs(NamedTuple):
 
 PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")  # cut into blocks
 MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")  # others get no gradient
-HELD = "held"  # in place of a name: by a function of one's own
+HELD = "held"  # stands for a tensor that a function of one's own holds
 
 
 def _line_up(options, views, negatives, positive_index, mask, log_weights, labels, group):
