@@ -225,7 +225,7 @@ contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{Options.__doc__}"
 
 class _Answers(NamedTuple):
     losses: Tensor  # (a,), 0 where an anchor has no positive
-    count: Tensor  # (), how many have one
+    tally: Tensor  # (3,), how many anchors have a positive, have a candidate, are clamped
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
@@ -236,7 +236,8 @@ class _Answers(NamedTuple):
 def answer(pairs: _Pairs, options: Options) -> _Answers:
     """Answer the three questions for some anchors. Every call of the loss runs this."""
     # 1. Who could be a negative?
-    pos, neg, log_n = _who(pairs, options)  # logits (a, M), (a, N); log N_i (a,)
+    pos, neg, n = _who(pairs, options)  # logits (a, M), (a, N); N_i (a,)
+    log_n = n.clamp_min(1).log()
 
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
@@ -259,14 +260,11 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     else:
         found = _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options)
         log_negatives, clamped, log_share = found
-        _warn_of_the_floor(clamped, options)
         losses = OF_LOGITS[objective](pos, log_negatives)
-    count = losses.new_full((), len(losses))
-    if pairs.ragged:
-        has_positive = (pos > FAR).any(1)
-        _warn_if_none(has_positive, "positive")
-        losses, count = losses.masked_fill(~has_positive, 0), has_positive.sum().to(losses)
-    return _Answers(losses, count, pos, neg, log_w, clamped, log_share)
+    no_positive = pos.amax(1) < FAR
+    losses = losses.masked_fill(no_positive, 0)
+    tally = torch.stack([~no_positive, n > 0, clamped]).sum(1).to(losses)
+    return _Answers(losses, tally, pos, neg, log_w, clamped, log_share)
 
 
 class ContrastiveLoss(nn.Module):
@@ -297,6 +295,7 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
 # another. What is masked has to stay so: add uniform(x) at the end. A rule that cannot weigh
 # positives, or gives near candidates less weight, has no "exact" debiasing: see `settle`.
+# To add a rule: its function, its branch in `by_rule`, its name in WEIGHTS, its option in Options.
 
 WEIGHS_POSITIVES = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = WEIGHS_POSITIVES + ("transported",)
@@ -346,7 +345,7 @@ def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     return uniform(x).masked_fill(x < threshold, MASKED)
 
 
-def by_rule(logits, x, pairs, options):
+def by_rule(logits, x, potential, t, options):
     """Weigh logits x (A, any number); `hardest` and `top` find their threshold in logits (A, N)."""
     rule = options["weights"]
     if rule == "uniform":
@@ -359,8 +358,7 @@ def by_rule(logits, x, pairs, options):
         return top(logits, options["alpha"], x)
     if rule == "transported":
         epsilon, cost, kappa = options["epsilon"], options["cost"], options["kappa"]
-        potential = pairs.potential if x is logits else 0.0  # x are positives: they have none
-        return transported(x, potential, pairs.t, epsilon, cost, kappa)
+        return transported(x, potential, t, epsilon, cost, kappa)
     try:
         log_w = rule(x)
     except Exception as error:
@@ -375,13 +373,13 @@ def weigh(pos, neg, log_n, pairs, options):
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do. A positive gets the weight that a candidate of its logit would
     have, at potential 0. A single one is its own weighted mean; only "exact" needs its weight."""
-    scores = by_rule(neg, neg, pairs, options)  # (A, N)
+    scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[:, None]
     weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
     if options["tau_plus"] != 0 and weighs_positives:
-        log_w_pos = by_rule(neg, pos, pairs, options)  # (A, M)
+        log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options)  # (A, M)
         # scaled as the candidates are: log_w − scores is one number a row, read at the heaviest
         log_w_pos = log_w_pos - scores.amax(-1, keepdim=True) + log_w.amax(-1, keepdim=True)
     return log_w, log_w_pos
@@ -509,13 +507,6 @@ def _log_mean(pos, log_w_pos):
     return log_sum(pos, shares)
 
 
-def _warn_of_the_floor(clamped, options):
-    """Warn if a given τ⁺ leaves most anchors nothing; by default the floor marks solved ones."""
-    n = len(clamped)  # a single anchor is no reason to warn
-    if options["tau_plus"] and n > 1 and _may_read(clamped) and 2 * clamped.sum() > n:
-        _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
-
-
 def _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options):
     """Compute the log of the debiased sum (A,), where it is clamped, and, if exact, log τ_i."""
     log_all = log_sum(neg, log_w)
@@ -549,7 +540,7 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    own: Tensor  # (A, any number), different columns of the anchor's own sample; −1 for none
+    own: Tensor  # (A, any number), the columns that show the anchor's sample; −1 for none
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
@@ -557,7 +548,6 @@ class _Pairs(NamedTuple):
     labels: Tensor | None = None  # (A,)
     candidate_labels: Tensor | None = None  # (N,)
     by_label: bool = False  # candidates of an anchor's label are its positives
-    ragged: bool = False  # anchors have different numbers of positives, or none
     alike: bool = False  # the candidates are the anchors, of all ranks
 
     def of(self, rows: slice) -> _Pairs:
@@ -576,10 +566,11 @@ HELD = "held"  # stands for a tensor that a function of one's own holds
 
 
 def _line_up(options, views, negatives, positive_index, mask, log_weights, labels, group):
+    """Arrange the arguments of a call as anchors, candidates, and what is known of their pairs."""
     project = unit if options["normalize"] else _upcast
     z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
     device = z.device
-    if negatives is None:
+    if negatives is None:  # a batch: all views are anchors, and candidates of each other
         anchors, candidates = z, gather(z, group)
         # row i + k·B, counted around the end, shows the sample of row i, k views later
         positives = [z.roll(-k * b, 0) for k in range(1, v)]
@@ -589,18 +580,18 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
     else:
         anchors, *positives = z.split(b)
         candidates = project(negatives.to(z.dtype))
-        own = torch.empty(b, 0, dtype=torch.long, device=device)
+        own = torch.full((b, 1), -1, device=device)  # no candidate shows an anchor's sample
     if positive_index is not None:
         own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
         own = own.sort(1).values
         repeated = own[:, 1:] == own[:, :-1]
-        own[:, 1:] = own[:, 1:].masked_fill(repeated, -1)
-    cosines = anchors[:, :0]  # of a single view: `_who` finds its positives
+        own[:, 1:] = own[:, 1:].masked_fill(repeated, -1)  # counts once
+    cosines = anchors[:, :0]  # of a single view, whose positives `_who` reads off the logits
     if v > 1:
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
     t = options["temperature"]
     t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # 16 bits: too few for its gradient
-    found = {"ragged": v == 1, "alike": negatives is None}
+    found = {"alike": negatives is None}
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
         labels, of_rows = labels[:b], labels[b:]  # of_rows: of negatives
@@ -618,7 +609,7 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
 
 
 def _who(pairs, options):
-    """Answer question 1: logits of positives (a, M) and of candidates (a, N), and log N_i."""
+    """Answer question 1: logits of positives (a, M) and of candidates (a, N), and N_i (a,)."""
     anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t
     if pairs.candidates.ndim == 2:
         neg = anchors @ pairs.candidates.T  # (a, N)
@@ -628,16 +619,16 @@ def _who(pairs, options):
         alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
         _drop_(alike, pairs.own)
         pos = torch.cat([pos, alike], 1)  # (a, M + N)
-    elif pairs.ragged:
+    elif pos.shape[1] == 0:  # a single view, whose positives are columns
         rows = torch.arange(len(neg), device=neg.device)[:, None]
         pos = neg[rows, pairs.own.clamp_min(0)].masked_fill(pairs.own < 0, MASKED)  # (a, P)
-    log_n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
-    return pos, neg, log_n
+    n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
+    return pos, neg, n
 
 
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
-    """Mask the logits (a, N) of what is no negative, in place → log N_i (a,), 0 where none is left.
+    """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Autograd need not know: a masked logit has no share in a sum, so its gradient is 0 anyway. A new
     mask is not `plain`; `_couple` has to know if it is not symmetric."""
     _drop_(neg, pairs.own)
@@ -651,11 +642,10 @@ def _mask_(neg, pos, pairs, options):
         limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)
         neg.masked_fill_(neg > limit / pairs.t, MASKED)
     if plain:  # saves a pass over the matrix
-        counts = neg.shape[1] - (pairs.own >= 0).sum(1)
+        n = neg.shape[1] - (pairs.own >= 0).sum(1)
     else:
-        counts = (neg > FAR).sum(1)
-    _warn_if_none(counts > 0, "candidate")
-    return counts.clamp_min(1).to(neg.dtype).log()
+        n = (neg > FAR).sum(1)
+    return n.to(neg.dtype)
 
 
 @torch.no_grad()
@@ -813,7 +803,7 @@ def _couple(pairs, options):
     def kernel_of(rows):
         some = pairs.of(rows)
         neg = _who(some, options)[1]
-        return by_rule(neg, neg, some, options)  # the potential is still 0
+        return by_rule(neg, neg, 0.0, some.t, options)  # −C/ε
 
     margins = options["absolute_margin"], options["relative_margin"]
     symmetric = pairs.alike and pairs.mask is None and margins == (None, None)
@@ -930,15 +920,28 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, count = _uncompiled(_in_blocks, pairs, options, size)
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)
     else:
         found = answer(pairs, options)
-        value, count = _total(found.losses, options), found.count
+        value, tally = _total(found.losses, options), found.tally
+    if _may_read(tally):
+        _warn_of(tally.tolist(), len(pairs.anchors), options)
     if options["reduction"] == "none":
         return value
+    count = tally[0]  # anchors without a positive are left out of the mean
     if group is not None:
         value, count = _over_ranks(value, count, group)
     return value / count.clamp_min(1) if options["reduction"] == "mean" else value
+
+
+def _warn_of(tally, n, options):
+    """Warn if no anchor has a positive, or a candidate, or if debiasing leaves most of n nothing.
+    By the default τ⁺ the floor marks solved anchors, so only a given one warns."""
+    for what, count in {"positive": tally[0], "candidate": tally[1]}.items():
+        if count == 0:
+            _warn(f"none of {n} anchors has a {what}: check labels, masks and positive_index")
+    if options["tau_plus"] and 2 * tally[2] > n:
+        _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
 
 
 def _total(losses, options):
@@ -963,7 +966,9 @@ def _slices(n, size):
 
 
 def _in_blocks(pairs, options, size):
-    names, tensors = [], []  # of what has a gradient: fields of pairs, and what functions hold
+    # what has a gradient, by name: fields of pairs, and what functions of one's own hold, as in
+    # names = ["anchors", "t", HELD, HELD], tensors = [pairs.anchors, pairs.t, weight, bias]
+    names, tensors = [], []
     if torch.is_grad_enabled():
         names = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
         held = _held(pairs, options)
@@ -980,13 +985,13 @@ class _InBlocks(torch.autograd.Function):
     def forward(ctx, pairs, options, size, names, *tensors):
         ctx.run = functools.partial(_run_blocks, pairs, options, size, names)
         if options["reduction"] == "none" or not tensors:
-            losses, count, _ = ctx.run(tensors, None)
+            losses, tally, _ = ctx.run(tensors, None)
             ctx.save_for_backward(pairs.candidates, *tensors)  # autograd tells if they change
         else:
-            losses, count, slopes = ctx.run(tensors, torch.ones_like(pairs.anchors[:, 0]))
+            losses, tally, slopes = ctx.run(tensors, torch.ones_like(pairs.anchors[:, 0]))
             ctx.save_for_backward(*slopes)
-        ctx.mark_non_differentiable(count)
-        return _total(losses, options), count
+        ctx.mark_non_differentiable(tally)
+        return _total(losses, options), tally
 
     @staticmethod
     def backward(ctx, by_value, _):
@@ -1001,9 +1006,9 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _run_blocks(pairs, options, size, names, tensors, by_losses):
-    """Compute losses (A,), how many count, and the gradient of by_losses · losses in tensors."""
+    """Compute losses (A,), their tally, and the gradient of by_losses · losses in tensors."""
     losses = torch.empty_like(pairs.anchors[:, 0])  # made in a block, it would hold its memory
-    count = torch.zeros_like(losses[0])
+    tally = losses.new_zeros(3)
     slopes = [torch.zeros_like(x) for x in tensors]
     for rows in _slices(len(losses), size):
         some = pairs.of(rows)
@@ -1011,7 +1016,7 @@ def _run_blocks(pairs, options, size, names, tensors, by_losses):
         with torch.set_grad_enabled(by_losses is not None):
             found = answer(some._replace(**leaves), options)
         losses[rows] = found.losses.detach()
-        count += found.count
+        tally += found.tally
         if by_losses is not None:
             wanted = [leaves.get(name, x) for name, x in zip(names, tensors, strict=True)]
             # each block goes through the graph of what functions hold
@@ -1020,7 +1025,7 @@ def _run_blocks(pairs, options, size, names, tensors, by_losses):
             for name, slope, part in zip(names, slopes, by_wanted, strict=True):
                 place = rows if name in PER_ANCHOR else ...  # all of it
                 slope[place] += part
-    return losses, count, slopes
+    return losses, tally, slopes
 
 
 def _held(pairs, options):
@@ -1165,11 +1170,6 @@ def _warn(message):
     while frame and frame.f_code.co_filename.startswith(inside):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def _warn_if_none(has, what):
-    if len(has) > 1 and _may_read(has) and not has.any():
-        _warn(f"none of {len(has)} anchors has a {what}: check labels, masks and positive_index")
 
 
 DEFAULTS, ALLOWED = {}, {}  # of options

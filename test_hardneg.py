@@ -187,7 +187,7 @@ def weigh(name, pos, neg, **options):
     pos, neg = masked(pos), masked(neg)
     potential = neg.new_zeros(())
     if name == "transported":
-        kernel = hardneg.by_rule(neg, neg, SimpleNamespace(potential=potential, t=t), options)
+        kernel = hardneg.by_rule(neg, neg, potential, t, options)
         potential = couple(kernel)[1]
     pairs = SimpleNamespace(potential=potential, t=t)
     return hardneg.weigh(pos, neg, log_count(neg), pairs, options)
@@ -833,7 +833,7 @@ class TestDebiased:
             contrastive_loss(x, y, tau_plus=0.2, **options)
             contrastive_loss(x, y, **options)  # by default the floor says that all is well
             _, stats = contrastive_loss(x, y, tau_plus=0.2, return_stats=True, **options)
-        assert stats["clamped"] == easy / 4 and len(said) == 3 * warns
+        assert stats["clamped"] == easy / 4 and len(said) == 2 * warns
 
     def test_a_warning_names_the_callers_line(self):
         x, module = torch.eye(4), hardneg.ContrastiveLoss("debiased", tau_plus=0.5)
@@ -1090,6 +1090,19 @@ class TestNamedPositives:
         assert stats["candidates"] == 0
         with pytest.warns(UserWarning, match="none of 3 anchors has a positive"):
             assert contrastive_loss(x, labels=[1, 2, 3]) == 0
+
+    @pytest.mark.parametrize("block_size", [0, 1])
+    def test_a_warning_is_said_once_and_of_all_anchors(self, block_size):
+        x, y = embeddings(1, 2, 3, 4)
+        mask = torch.ones(3, 3, dtype=torch.bool)
+        mask[:2] = False  # the third anchor has candidates
+        given = {"negatives": y, "block_size": block_size}
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            contrastive_loss(x, y, negative_mask=mask, **given)
+            assert not said
+            contrastive_loss(x, y, negative_mask=mask & False, return_stats=True, **given)
+            assert len(said) == 1
 
     def test_one_view_needs_names(self):
         with pytest.raises(
