@@ -61,7 +61,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
-__all__ = ["ContrastiveLoss", "contrastive_loss", "gather", "mine", "draw", "PAPERS"]
+__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "answer", "ContrastiveLoss"]
+__all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "published", "exact"]
+__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "mine", "draw", "gather"]
+__all__ += ["unit", "InvalidArgument"]
 
 INF = math.inf
 
@@ -197,7 +200,7 @@ def contrastive_loss(
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
                     anchors where debiasing leaves nothing, or its floor; `ess`, (Σw)²/Σw² over N_i;
                     `positive`, `negative`, mean cosines; `spread`, standard deviation of an
-                    anchor's negative cosines; `candidates`, mean N_i; `share`, mean τ_i of `exact`
+                    anchor's negative cosines; `candidates`, mean N_i
 
     Takes floats of 16 bits or more, computes in float32 at least, autocast off. Values are not
     checked on a GPU or in compiled code. Cost: A·N·D; `transported` adds 2·A·N for each step of
@@ -230,7 +233,6 @@ class _Answers(NamedTuple):
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
     clamped: Tensor  # (a,), True where debiasing leaves nothing, or `published` is at its floor
-    log_share: Tensor | None  # (a,), log τ_i of exact debiasing
 
 
 def answer(pairs: _Pairs, options: Options) -> _Answers:
@@ -248,7 +250,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
-    clamped, log_share = torch.zeros_like(pos[:, 0], dtype=torch.bool), None
+    clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
     if callable(objective):
         left = neg.masked_fill(log_w < FAR, MASKED)  # what the weights drop is masked, too
         losses = objective(pos, left, log_w)
@@ -258,13 +260,15 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     elif objective == "triplet":
         losses = triplet(t * pos, t * neg, log_w, options["margin"])
     else:
-        found = _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options)
-        log_negatives, clamped, log_share = found
+        log_negatives = log_sum(neg, log_w)  # (a,)
+        if options["tau_plus"] != 0:
+            found = _debiased(log_negatives, pos, neg, log_w, log_w_pos, log_n, pairs, options)
+            log_negatives, clamped = found
         losses = OF_LOGITS[objective](pos, log_negatives)
     no_positive = pos.amax(1) < FAR
     losses = losses.masked_fill(no_positive, 0)
     tally = torch.stack([~no_positive, n > 0, clamped]).sum(1).to(losses)
-    return _Answers(losses, tally, pos, neg, log_w, clamped, log_share)
+    return _Answers(losses, tally, pos, neg, log_w, clamped)
 
 
 class ContrastiveLoss(nn.Module):
@@ -276,16 +280,14 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         self.options = settle(self.given)  # to be read; a call settles what was given and its own
-        self.learned = []
         for name, value in self.given.items():
             if isinstance(value, (nn.Parameter, nn.Module)):
                 setattr(self, name, value)  # so that it is trained, moved and saved
-                self.learned.append(name)
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
-        learned = {name: getattr(self, name) for name in self.learned}
-        return contrastive_loss(*views, **{**self.given, **learned, **call})
+        given = {name: getattr(self, name, value) for name, value in self.given.items()}
+        return contrastive_loss(*views, **given | call)
 
 
 ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
@@ -507,12 +509,8 @@ def _log_mean(pos, log_w_pos):
     return log_sum(pos, shares)
 
 
-def _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options):
-    """Compute the log of the debiased sum (A,), where it is clamped, and, if exact, log τ_i."""
-    log_all = log_sum(neg, log_w)
-    clamped = torch.zeros_like(log_all, dtype=torch.bool)
-    if options["tau_plus"] == 0:
-        return log_all, clamped, None
+def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
+    """Debias log_all = log Σ_j w_j e^{s_j} → the log of what is left (A,), where it is clamped."""
     if options["tau_plus"] is None:
         tau_plus = 1 / (1 + log_n.exp())
     else:
@@ -522,15 +520,13 @@ def _log_negatives(pos, neg, log_w, log_w_pos, log_n, pairs, options):
     log_total = log_n if of_mean_one else log_sum(log_w)
     log_positive = _log_mean(pos, log_w_pos)
     if options["debias"] == "published":
-        rest, clamped = published(log_all, log_positive, log_total, tau_plus, pairs.t)
-        return rest, clamped, None
+        return published(log_all, log_positive, log_total, tau_plus, pairs.t)
     plain_pos = _log_mean(pos, uniform(pos))
     plain, _ = published(log_sum(neg), plain_pos, log_n, tau_plus, pairs.t)
     least = plain - log_n + log_total  # of N plain negatives → of total weight W
     most = neg.amax(-1) + log_total
     log_share = class_share(pos, log_w_pos, log_n, log_total, tau_plus)
-    rest, clamped = exact(log_all, log_positive, log_total, log_share, least, most)
-    return rest, clamped, log_share
+    return exact(log_all, log_positive, log_total, log_share, least, most)
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
@@ -676,7 +672,7 @@ def _statistics(pairs, options):
     mean = cosines.sum(1) / n.clamp_min(1)
     variance = cosines.square().sum(1) / n.clamp_min(1) - mean.square()
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)
-    figures = {
+    return {
         "clamped": found.clamped.to(mean.dtype).mean(),
         "ess": _mean_where(has_negatives, log_size.exp() / n.clamp_min(1)),
         "positive": _mean_where(is_positive, pairs.t * found.pos),
@@ -684,9 +680,6 @@ def _statistics(pairs, options):
         "spread": _mean_where(has_negatives, variance).clamp_min(0).sqrt(),
         "candidates": n.to(mean.dtype).mean(),
     }
-    if options["debias"] == "exact" and options["tau_plus"] != 0:
-        figures["share"] = _mean_where(has_negatives, found.log_share.exp())
-    return figures
 
 
 def _mean_where(counts, x):
@@ -1250,8 +1243,11 @@ def _check_call(options, views, negatives, positive_index, mask, log_weights, la
         wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
         _require(shared or rule != "transported", "weights", rule, wanted)
         _require(shared or labels is None, "labels", "given", "None with negatives (B, K, D)")
-        if shared and group is not None and _may_read(negatives):
+        if shared and _may_read(negatives):
             _check_shared(negatives, group)
+            unnamed = positive_index is None and mask is None and labels is None
+            if len(views) > 1 and unnamed and (negatives == views[1][0]).all(1).any():
+                _warn("views[1] has rows of negatives, too: name them in positive_index=")
     _check_tensor("positive_index", positive_index, "whole", (b,), (b, "P"))
     _check_rows("positive_index", positive_index, n)
     _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
@@ -1293,6 +1289,8 @@ def _check_rows(name, index, n):
 
 
 def _check_shared(negatives, group):
+    if group is None:
+        return
     sums = gather(negatives.detach().double().sum()[None], group)  # of each rank
     same = torch.allclose(sums, sums[:1])
     _require(same, "negatives", "another on each rank", "of all ranks: gather(negatives, group)")
@@ -1319,8 +1317,10 @@ def _describe(x):
 # ================================================================================================
 # Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
 
-__all__ += ["Encoder", "MemoryBank", "Game", "SimCLR", "Bank", "DiffHard"]
-__all__ += ["Training", "annealed_beta", "lead_in", "in_micro_batches"]
+__all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
+__all__ += ["Game", "SimCLR", "Bank", "DiffHard", "in_micro_batches", "Training", "RECIPES"]
+__all__ += ["annealed_beta", "lead_in"]
+
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
 

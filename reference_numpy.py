@@ -352,19 +352,6 @@ def debiased(*arguments, debias="published", **options):
     return {"published": published, "exact": exact}[debias](*arguments, **options)
 
 
-def _class_shares(pos, neg, log_w, tau_plus, log_w_pos):
-    """List τ_i = τ⁺ (1/M_i Σ_m w⁺_im) / (1/N_i Σ_j w_ij) of the anchors with candidates.
-    For `tilted` weights it is τ⁺ Z⁺/Z_β, the share of the anchor's class under q_β."""
-    shares = []
-    taus = np.broadcast_to(tau_plus, len(pos))
-    for p, s, w, w_pos, tau in _together(pos, neg, log_w, log_w_pos, taus):
-        if _finite(s):
-            mean = sum(_exp(v) for v in w) / len(_finite(s))
-            mean_pos = sum(_exp(v) for v in w_pos) / max(1, len(_finite(p)))
-            shares.append(tau * mean_pos / mean)
-    return shares
-
-
 def nce(pos, neg, log_w, **debiasing):
     """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{debiased_i}) ), 0 without candidates.
     Positives are pooled inside the logarithm, as in Fig. 5. `each` averages outside.
@@ -537,7 +524,7 @@ def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
             effective.append(sum(w) ** 2 / (len(w) * _product(w, w)))
             c = [s[j].real for j in places]
             variances.append(_mean([(v - _mean(c)) ** 2 for v in c]))
-    figures = {
+    return {
         "clamped": _mean_or_nan(clamped),
         "ess": _mean_or_nan(effective),
         "positive": _mean_or_nan([row[m] for row in pos_cosines for m in _finite(row)]),
@@ -545,10 +532,6 @@ def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
         "spread": math.sqrt(_mean_or_nan(variances)),
         "candidates": _mean(counts),
     }
-    if debiasing["debias"] == "exact" and np.any(debiasing["tau_plus"]):
-        settings = debiasing["tau_plus"], debiasing["log_w_pos"]
-        figures["share"] = _mean_or_nan(_class_shares(pos, neg, log_w, *settings))
-    return figures
 
 
 def contrastive_loss(

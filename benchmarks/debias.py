@@ -65,8 +65,9 @@ def simulate(setting: tuple[float, float, float], anchors: int = 2000) -> list[t
         options = hardneg.settle({"weights": "tilted", "beta": beta} | given)
         some = pos[:, :m]
         log_w, log_w_pos = hardneg.weigh(some, neg, log_n, pairs, options)
-        found = hardneg._log_negatives(some, neg, log_w, log_w_pos, log_n, pairs, options)
-        log_sum, clamped, _ = found
+        log_all = hardneg.log_sum(neg, log_w)
+        given = some, neg, log_w, log_w_pos, log_n, pairs, options
+        log_sum, clamped = hardneg._debiased(log_all, *given)
         off = log_sum - math.log(CANDIDATES) - truth
         rows.append((off.mean(), off.square().mean().sqrt(), 100 * clamped.double().mean()))
     return rows
