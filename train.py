@@ -6,10 +6,12 @@ and checkpoint.pt. From Python: train.run(train.Options(loss="hard", alpha=0.3))
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
 import warnings
+from collections import namedtuple
 from pathlib import Path
 
 # threads that wait for work sleep: beside another job, spinning would cost most of the time
@@ -19,9 +21,7 @@ from tqdm import tqdm
 
 import hardneg
 from training import baselines, compare, flag_of, report, require, runs
-from training.images import TORCHVISION, Images, read, shapes
-
-# ---- Options -----------------------------------------------------------------------------------
+from training.images import KNOWN, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
 # a row where hardneg's defaults lose more than a point on the shapes.
@@ -32,63 +32,62 @@ LOSSES["hard-simple"] = {"alpha": 0.1, "lead_in": False, "epochs": 28} | SMALL
 # on the nearest negative alone all embeddings collapse
 LOSSES["triplet"] = {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16} | SMALL
 METHODS = {"simclr": {}, "bank": {"momentum": 0.8, "epochs": 24} | SMALL}
-METHODS["queue"] = {"momentum": 0.9, "queue_size": 64, "epochs": 24} | SMALL
-METHODS["clae"] = {"bound": 0.005}
-METHODS["diffhard"] = dict(loss="ppcl", pairs=True, ascent=True, momentum=0.99, pretrain=2)
-METHODS["diffhard"] |= dict(every=8, width=8, latent=64, epochs=6) | SMALL
+METHODS |= {"queue": {"momentum": 0.9, "epochs": 24} | SMALL, "clae": {}}
+METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
-BEST, OF_LOGITS = hardneg.DEFAULTS, ", ".join(hardneg.OF_LOGITS)
-# what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
-VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
-VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
-# Name: type or choices, default, what it is. None is filled in: by TABLES, by the loss, by itself.
-# Before a colon: the weights and objectives that look at an option; without one, all do.
-# To add an option: a line here, and a use of it below.
+BEST, LOGITS = hardneg.DEFAULTS, " ".join(hardneg.OF_LOGITS)
+
+# Who takes an option; its type or choices; its default, None if TABLES, the loss or its taker fills
+# it in; what it is; what looks at it, if not all; its limits. To add one, add a row: no other list.
+Flag = namedtuple("Flag", "taker kind default text of limits", defaults=("", ()))
 FLAGS = {
-    "loss": (hardneg.PRESETS, "hcl", "weights and objective"),
-    "weights": (hardneg.WEIGHTS, None, "of negatives, if not the loss's"),
-    "objective": (hardneg.OBJECTIVES, None, "of the loss, if not the loss's"),
-    "temperature": (float, BEST["temperature"], f"tilted, {OF_LOGITS}: divides cosines"),
-    "tau_plus": (float, None, f"{OF_LOGITS}: share of false negatives [1]"),
-    "detach_weights": (bool, None, "tilted, transported: no gradient through weights"),
-    "debias": (("published", "exact"), "published", f"{OF_LOGITS}: estimate of debiasing"),
-    "beta": (float, BEST["beta"], "tilted: concentration on near negatives [1]"),
-    "anneal": (bool, False, "tilted: lower beta to a fifth in five steps over the run"),
-    "epsilon": (float, BEST["epsilon"], "transported: regularisation, in units of the cost [2]"),
-    "cost": (("sqeuclidean", "exp"), "sqeuclidean", "transported: of the coupling"),
-    "kappa": (float, 0.0, "transported: κ of the cost exp"),
-    "alpha": (float, BEST["alpha"], "top: share of nearest kept [4]"),
-    "lead_in": (bool, True, "top: lower the share from 1 to alpha at first"),
-    "margin": (float, 0.0, "triplet: a squared distance, at least 0"),
-    "method": (METHODS, "simclr", "candidates of a batch, or bank [4], queue, clae, diffhard [3]"),
-    "data": (str, "shapes", f"shapes, {', '.join(TORCHVISION)}, or a folder of images"),
-    "root": (str, "data", "folder of torchvision's sets, which are downloaded to it"),
-    "fraction": (float, 1.0, "share of each class to train on, in (0, 1]"),
-    "validation": (bool, False, "test on every fifth training image, to choose settings"),
-    "size": (int, None, "side in pixels; if not given the images', in a folder at most 96"),
-    "encoder": (("small", "resnet18", "resnet50"), "small", "the network"),
-    "recipe": (hardneg.RECIPES, "adamw", "optimizer and rates; sgd [4], adam [1]"),
-    "views": (VIEWS, "default", "random changes; small [1], coloured [4]"),
-    "epochs": (int, None, "passes over the images"),
-    "batch_size": (int, None, "images in a batch, at most"),
-    "micro_batch": (int, None, "views in one pass, to save memory"),
-    "lr": (float, None, "peak learning rate, above 0"),
-    "compile": (bool, False, "compile the encoder, for a GPU; the start is slow"),
-    "seed": (int, 0, "of weights, order and views"),
-    "device": (str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda or cuda:1"),
-    "out": (Path, None, "output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
-    "report": (bool, True, "end with pictures of what was learned, in OUT/report.html"),
-    "overwrite": (bool, False, "replace the run in OUT, finished or stopped"),
+    "loss": Flag("loss", hardneg.PRESETS, "hcl", "weights and objective"),
+    "weights": Flag("loss", hardneg.WEIGHTS, None, "of negatives, if not the loss's"),
+    "objective": Flag("loss", hardneg.OBJECTIVES, None, "of the loss, if not the loss's"),
+    "temperature": Flag("loss", float, BEST["temperature"], "divides cosines", f"tilted {LOGITS}"),
+    "tau_plus": Flag("loss", float, None, "share of false negatives [1]", LOGITS),
+    "detach_weights": Flag("loss", bool, None, "no gradient through weights", "tilted transported"),
+    "debias": Flag("loss", ("published", "exact"), "published", "estimate of debiasing", LOGITS),
+    "beta": Flag("loss", float, BEST["beta"], "concentration on near negatives [1]", "tilted"),
+    "epsilon": Flag("loss", float, BEST["epsilon"], "regularisation, in costs [2]", "transported"),
+    "cost": Flag("loss", ("sqeuclidean", "exp"), "sqeuclidean", "of the coupling", "transported"),
+    "kappa": Flag("loss", float, 0.0, "κ of the cost exp", "transported"),
+    "alpha": Flag("loss", float, BEST["alpha"], "share of nearest kept [4]", "top"),
+    "margin": Flag("loss", float, 0.0, "a squared distance, at least 0", "triplet"),
+    "method": Flag("run", METHODS, "simclr", "where candidates come from; bank [4], diffhard [3]"),
+    "momentum": Flag("method", float, None, "of rows, or of a slow copy", "bank queue diffhard"),
+    "queue_size": Flag("method", int, 64, "earlier keys that are candidates", "queue", (1, 1e9)),
+    "bound": Flag("method", float, 0.005, "largest change of a pixel", "clae"),
+    "pairs": Flag("method", bool, True, "two images of a latent are positives", "diffhard"),
+    "ascent": Flag("method", bool, True, "the generator ascends the loss", "diffhard"),
+    "pretrain": Flag("method", int, 2, "epochs of the generator at first", "diffhard"),
+    "every": Flag("method", int, 8, "steps of the encoder for one of the generator", "diffhard"),
+    "width": Flag("method", int, 8, "channels of the generator; more on a GPU", "diffhard"),
+    "latent": Flag("method", int, 64, "dimensions of a latent", "diffhard"),
+    "data": Flag("images", str, "shapes", f"{KNOWN} of images"),
+    "root": Flag("free", str, "data", "folder of torchvision's sets, which are downloaded to it"),
+    "fraction": Flag("images", float, 1.0, "share of each class to train on", "", (1e-9, 1)),
+    "validation": Flag("images", bool, False, "test on every fifth training image"),
+    "size": Flag("images", int, None, "side in pixels; else their own, up to 96", "", (8, 1024)),
+    "encoder": Flag("run", ("small", "resnet18", "resnet50"), "small", "the network"),
+    "views": Flag("run", VIEWS, "default", "random changes; small [1], coloured [4]"),
+    "anneal": Flag("run", bool, False, "lower beta to a fifth in five steps", "tilted"),
+    "lead_in": Flag("run", bool, True, "lower the share from 1 to alpha at first", "top"),
+    "recipe": Flag("training", hardneg.RECIPES, "adamw", "optimizer and rates; sgd [4], adam [1]"),
+    "epochs": Flag("training", int, None, "passes over the images"),
+    "batch_size": Flag("training", int, None, "images in a batch, at most"),
+    "micro_batch": Flag("training", int, None, "views in one pass, to save memory", "", (2, 1e9)),
+    "lr": Flag("training", float, None, "peak learning rate, above 0"),
+    "seed": Flag("training", int, 0, "of weights, order and views", "", (0, 1e9)),
+    "compile": Flag("free", bool, False, "compile the encoder, for a GPU; the start is slow"),
+    "device": Flag("free", str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda:1, …"),
+    "out": Flag("free", Path, None, "output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
+    "report": Flag("free", bool, True, "end with pictures of what was learned, in OUT/report.html"),
+    "overwrite": Flag("free", bool, False, "replace the run in OUT, finished or stopped"),
 }
-OF_METHODS = {k: type(x) for row in METHODS.values() for k, x in row.items() if k not in FLAGS}
-FLAGS |= {k: (kind, None, "of the method, as its class says") for k, kind in OF_METHODS.items()}
-LOOK = {name: text.split(": ")[0].split(", ") for name, (*_, text) in FLAGS.items() if ": " in text}
-BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out overwrite".split()
-CRITERION = [name for name in FLAGS if name in hardneg.DEFAULTS]
-OF_TRAINING = "recipe epochs batch_size lr micro_batch seed".split()
-FREE = "out device root report overwrite compile".split()  # may change in a run
+CRITERION = [name for name, flag in FLAGS.items() if flag.taker == "loss"]
 FACTS = "loss method data seed epochs device".split()  # of results.json
-LIMITS = {"fraction": (1e-9, 1), "size": (8, 1024), "micro_batch": (2, 10**9), "seed": (0, 10**9)}
+BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out overwrite".split()
 
 
 class Options(argparse.Namespace):
@@ -96,7 +95,7 @@ class Options(argparse.Namespace):
 
     def __init__(self, **given):
         given = {name: value for name, value in given.items() if value is not None}
-        chosen = {name: default for name, (_, default, _) in FLAGS.items()} | given
+        chosen = {name: flag.default for name, flag in FLAGS.items()} | given
         of_method, of_recipe = METHODS[chosen["method"]], hardneg.RECIPES[chosen["recipe"]]
         loss = (chosen | of_method | given)["loss"]
         chosen["weights"], chosen["objective"], _ = hardneg.PRESETS[loss]
@@ -110,45 +109,47 @@ class Options(argparse.Namespace):
         """Return these options with some changed."""
         return Options(**vars(self) | changes)
 
+    def of(self, taker: str) -> dict:
+        """Return the options that the loss, the method, the images or the training takes."""
+        return {name: getattr(self, name) for name, flag in FLAGS.items() if flag.taker == taker}
+
     def has_effect(self, name: str) -> bool:
         """Whether the loss and the method of this run look at an option."""
-        if name in OF_METHODS:
-            return name in METHODS[self.method]
-        return name not in LOOK or not {self.weights, self.objective}.isdisjoint(LOOK[name])
+        looking = FLAGS[name].of.split()
+        return not looking or not {self.weights, self.objective, self.method}.isdisjoint(looking)
 
     def of_the_run(self) -> dict:
         """List what makes a run what it is: this has to stay when the run goes on."""
-        names = [name for name in FLAGS if name not in FREE and self.has_effect(name)]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        fixed = [name for name in FLAGS if FLAGS[name].taker != "free" and self.has_effect(name)]
+        return {name: getattr(self, name) for name in fixed if getattr(self, name) is not None}
 
 
 def parse(argv: list[str]) -> dict:
     """Parse a command line → the options that it gives."""
-    # without a usage, a mistake is one line
-    parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
+    parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)  # no usage
     parser.description = __doc__.split("\n\n")[0]
     parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
     parser.add_argument("--help-all", action="help", help="explain all flags")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     parser.add_argument("--compare", nargs="+", **losses, help="train with each, and compare")
-    parser.add_argument("--seeds", type=int, metavar="N", help="of --compare: runs of each loss")
-    for name, (kind, default, text) in FLAGS.items():
-        more = {"type": kind, "metavar": getattr(kind, "__name__", "").upper()}
-        if kind is bool:
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each loss (3)")
+    for name, flag in FLAGS.items():
+        more = {"type": flag.kind, "metavar": getattr(flag.kind, "__name__", "").upper()}
+        if flag.kind is bool:
             more = {"action": argparse.BooleanOptionalAction}
-        elif not isinstance(kind, type):
-            more = {"choices": kind}
+        elif not isinstance(flag.kind, type):
+            more = {"choices": flag.kind}
         if name == "alpha":
             more |= {"nargs": "?"}  # without a number: the default
-        known = [] if default is None else [f"{default}"]
+        known = [] if flag.default is None else [f"{flag.default}"]
         for table in TABLES:
             known += [f"{row[name]} for {of}" for of, row in table.items() if name in row]
-        more["help"] = f"{text} ({', '.join(known) or None})".replace("%", "%%")
+        looking = f"{', '.join(flag.of.split())}: " if flag.of else ""
+        more["help"] = f"{looking}{flag.text} ({', '.join(known) or None})".replace("%", "%%")
         if name not in BRIEF and "--help-all" not in argv:
             more["help"] = argparse.SUPPRESS
         parser.add_argument(flag_of(name), default=None, **more)
-    given = vars(parser.parse_args(argv))
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: x for name, x in vars(parser.parse_args(argv)).items() if x is not None}
 
 
 # ---- One run, from images to a table -----------------------------------------------------------
@@ -184,17 +185,17 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
 
 def build(options: Options, images: Images) -> tuple:
     """Make the encoder and its training as the options say."""
-    criterion = hardneg.ContrastiveLoss(**{name: getattr(options, name) for name in CRITERION})
+    criterion = hardneg.ContrastiveLoss(**options.of("loss"))
     encoder = runs.untrained(options.encoder, images, options.seed)
     if options.compile:
         encoder.compile()
     schedules = {}
     if options.anneal and options.weights == "tilted":
-        schedules["beta"] = lambda progress: hardneg.annealed_beta(progress, options.beta)
+        schedules["beta"] = functools.partial(hardneg.annealed_beta, beta=options.beta)
     if options.lead_in and options.weights == "top":
-        schedules["alpha"] = lambda progress: hardneg.lead_in(progress, options.alpha)
+        schedules["alpha"] = functools.partial(hardneg.lead_in, alpha=options.alpha)
     method = make_method(options, criterion, encoder, images)
-    settings = {name: getattr(options, name) for name in OF_TRAINING}
+    settings = options.of("training")
     training = hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)
     return encoder, training
 
@@ -204,7 +205,7 @@ def make_method(options: Options, criterion, encoder, images: Images) -> hardneg
     size = images.train.shape[-1]
     blurred = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
     views = {"view_options": blurred | VIEWS[options.views]}
-    own = {name: getattr(options, name) for name in OF_METHODS if options.has_effect(name)}
+    own = {name: x for name, x in options.of("method").items() if options.has_effect(name)}
     if options.method == "bank":
         return hardneg.Bank(criterion, encoder, images.train, **own, **views)
     if options.method == "queue":
@@ -250,12 +251,14 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
 def main(argv: list[str] | None = None) -> None:
     """Run a command. A user's mistake ends it with one line and exit code 2."""
     warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
-    given = parse(sys.argv[1:] if argv is None else argv)
     try:
-        act(given)
+        act(parse(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nStopped; the same command goes on, without --overwrite.", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # nobody reads on, as after `| head`
+        os._exit(141)
     except (hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -263,16 +266,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def act(given: dict) -> None:
     """Check the options of a command, then do what it asks for."""
-    losses, seeds = given.pop("compare", None), given.pop("seeds", 3)
-    both = losses and "loss" in given
+    several, both = {"compare", "seeds"} & given.keys(), {"compare", "loss"} <= given.keys()
     require(not both, "--loss", given.get("loss"), "left out with --compare")
-    rows = [Options(**given | {"loss": loss}) for loss in losses or [given.get("loss")]]
+    losses, seeds = given.pop("compare", [given.get("loss")]), given.pop("seeds", 3)
+    rows = [Options(**given | {"loss": loss}) for loss in dict.fromkeys(losses)]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
             print(f"{flag_of(name, value)} has no effect here")
     for row in rows:
         check(row)
-    if losses:
+    if several:
         out = given.get("out", runs.folder_of(rows[0], "compare"))
         compare.compare(compare.plan_of(rows, seeds, out), run, out)
     else:
@@ -282,18 +285,15 @@ def act(given: dict) -> None:
 def check(options: Options) -> None:
     """Find mistakes in the options before anything slow: build the run for four images."""
     try:
-        torch.empty(0, device=options.device)
+        torch.zeros(1, device=options.device).item()
     except (RuntimeError, AssertionError):
         require(False, "--device", options.device, "one that this machine has, such as cpu")
-    for name, (least, most) in LIMITS.items():
-        value = getattr(options, name)
+    for name in [name for name, flag in FLAGS.items() if flag.limits]:
+        value, (least, most) = getattr(options, name), FLAGS[name].limits
         fits = value is None or least <= value <= most
-        require(fits, flag_of(name), value, f"from {least} to {most}")
-    few = shapes(4, classes=2, size=options.size or 32)
-    small = options.but(compile=False)
-    if options.method == "queue":
-        small.queue_size = min(1, options.queue_size)
-    build(small, Images(*few, *few, []))
+        require(fits, flag_of(name), value, f"from {least:g} to {most:g}")
+    few = torch.zeros(4, 3, options.size or 32, options.size or 32, dtype=torch.uint8)
+    build(options.but(compile=False, queue_size=1), Images(few, None, few, None, []))
 
 
 if __name__ == "__main__":

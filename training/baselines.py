@@ -8,7 +8,6 @@ of hardneg.py, and
 import copy
 
 import torch
-from torch import Tensor, nn
 
 import hardneg
 from training import require
@@ -21,15 +20,7 @@ class Queue(hardneg.SimCLR):
     Ref: [8] Algorithm 1, but the copy is in eval mode, and this batch's keys are candidates, too:
     without them, their age would tell negatives from positives."""
 
-    def __init__(
-        self,
-        criterion: nn.Module,
-        encoder: nn.Module,
-        images: Tensor,
-        queue_size: int = 4096,
-        momentum: float = 0.99,
-        view_options: dict | None = None,
-    ):
+    def __init__(self, criterion, encoder, images, queue_size, momentum, view_options=None):
         super().__init__(criterion, view_options)
         require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
         n = len(images)
@@ -61,9 +52,7 @@ class CLAE(hardneg.SimCLR):
     bound: the largest change of a pixel, half of [13]'s ε.
     Ref: after [13], which moves the first view against itself and keeps two BatchNorm statistics"""
 
-    def __init__(
-        self, criterion: nn.Module, bound: float = 0.015, view_options: dict | None = None
-    ):
+    def __init__(self, criterion, bound, view_options=None):
         super().__init__(criterion, view_options)
         require(0 < bound < 1, "bound", bound, "in (0, 1)")
         self.bound = bound

@@ -25,7 +25,9 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
         best_first = sorted(found.items(), key=linear_of_row, reverse=True)
         found = dict(best_first)
     runs.write_json(out / "compare.json", found)
-    print(f"\n{table_of(found)}\n\nA difference whose interval includes 0 shows nothing.")
+    print(f"\n{table_of(found)}\n")
+    if len(found) > 1:
+        print("A difference whose interval includes 0 shows nothing.")
     print(f"saved in {out}/")
     return found
 

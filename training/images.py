@@ -5,6 +5,7 @@ import functools
 import math
 import os
 import warnings
+from collections import namedtuple
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -22,6 +23,19 @@ from hardneg import InvalidArgument
 from training import require
 
 BICUBIC = T.InterpolationMode.BICUBIC
+Drawn = namedtuple("Drawn", "images targets")  # a set that needs no decoding
+# name: class in torchvision.datasets, arguments of the training set, arguments of the test set
+TORCHVISION = {
+    "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
+    "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
+    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # unlabelled: −1
+    "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
+    "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
+}
+# what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
+VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
+VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
+KNOWN = f"shapes, {', '.join(TORCHVISION)}, or a folder"
 
 
 class Images(NamedTuple):
@@ -42,12 +56,7 @@ def load(
     validation: bool = False,
     seed: int = 0,
 ) -> Images:
-    """Load "shapes", a set of TORCHVISION or a folder of images.
-    root        where torchvision's sets are, or are downloaded to
-    size        side in pixels; None: their own, in a folder at most 96
-    fraction    share of each class to train on, in (0, 1]
-    validation  test on every fifth training image of each class instead, which then is left out of
-                training: settings that are chosen on test images would look too good"""
+    """Load "shapes", a set of TORCHVISION or a folder of images, as options of these names say."""
     if data == "shapes":
         size, classes = size or 32, SHAPES
         train = shapes(8000, seed=seed, size=size)
@@ -55,8 +64,7 @@ def load(
     elif data in TORCHVISION:
         train, test, classes = from_torchvision(data, root)
     else:
-        wanted = f"shapes, {', '.join(TORCHVISION)}, or a folder that exists"
-        require(Path(data).is_dir(), "--data", data, wanted)
+        require(Path(data).is_dir(), "--data", data, f"{KNOWN} that exists")
         train, test, classes = from_folder(Path(data))
     labels, size = labels_of(train), size or side_of(train)
     chosen = torch.arange(len(labels))
@@ -76,10 +84,9 @@ def load(
 
 def read(options) -> Images:
     """Load the images that `train.Options` name, and say what they are."""
-    names = ("data", "root", "size", "fraction", "validation")
-    images = load(**{name: getattr(options, name) for name in names})
+    images = load(root=options.root, **options.of("images"))
     tensors = [x.to(options.device) for x in images[:4]]
-    images = Images(*tensors, images.classes)
+    images = Images._make(tensors + [images.classes])
     side = images.train.shape[-1]
     kinds = f"{len(images.classes)} classes" if images.classes else "no classes or accuracies"
     text = f"{options.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
@@ -145,7 +152,7 @@ def polygon(a: Tensor, corners: int) -> Tensor:
 CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
 
 
-def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> tuple:
+def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> Drawn:
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
     classes: 2 to 10. Colours, place, scale, rotation and noise are random."""
     require(2 <= classes <= len(SHAPES), "classes", classes, f"2 to {len(SHAPES)}")
@@ -155,7 +162,7 @@ def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> t
     images = torch.empty(n, 3, size, size, dtype=torch.uint8)
     for some in torch.arange(n).split(2000):  # to save memory
         images[some] = draw_shapes(labels[some], size, generator)
-    return images, labels
+    return Drawn(images, labels)
 
 
 def draw_shapes(labels, size, generator):
@@ -187,15 +194,6 @@ def draw_shapes(labels, size, generator):
 
 # ---- torchvision's sets, and folders -------------------------------------------------------------
 
-# name: class in torchvision.datasets, arguments of the training set, arguments of the test set
-TORCHVISION = {
-    "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
-    "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
-    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # unlabelled: −1
-    "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
-    "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
-}
-
 
 def from_torchvision(name: str, root: str) -> tuple:
     """Open one of torchvision's sets in the folder root, or download it → sets, classes."""
@@ -204,8 +202,9 @@ def from_torchvision(name: str, root: str) -> tuple:
         train = getattr(datasets, kind)(root, download=True, **of_train)
         test = getattr(datasets, kind)(root, download=True, **of_test)
     except Exception as error:  # no network, a full disk, a broken archive: of many types
-        message = f"{name} is not in {root}/ and could not be downloaded ({error}); put the files "
-        message += f"of {kind} there, or name a folder of images"
+        message = (
+            f"{name} is not in {root}/ and cannot be downloaded ({error}); put its files there"
+        )
         raise InvalidArgument(message) from error
     return train, test, [str(name) for name in getattr(train, "classes", range(10))]
 
@@ -257,9 +256,7 @@ def side_of(dataset) -> int:
 
 
 def labels_of(dataset) -> Tensor:
-    """Return the labels of the shapes, or of one of torchvision's sets."""
-    if isinstance(dataset, tuple):
-        return dataset[1]
+    """Return the labels of a set; torchvision's have either name."""
     labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
     return torch.as_tensor(labels, dtype=torch.long)
 
@@ -267,8 +264,8 @@ def labels_of(dataset) -> Tensor:
 def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Decode some images of a set as squares → uint8 (n, 3, size, size), labels (n,).
     Broken ones are left out, and named."""
-    if isinstance(dataset, tuple):  # shapes are drawn, not read
-        return dataset[0][index], dataset[1][index]
+    if isinstance(dataset, Drawn):
+        return dataset.images[index], dataset.targets[index]
 
     def item(k):
         try:

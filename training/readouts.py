@@ -13,14 +13,7 @@ from torch.nn import functional as F
 import hardneg
 
 
-def knn_accuracy(
-    train: Tensor,
-    train_labels: Tensor,
-    test: Tensor,
-    test_labels: Tensor,
-    k: int = 200,
-    temperature: float = 0.5,
-) -> float:
+def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5) -> float:
     """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
     train (n, D), test (m, D), labels (n,), (m,). A k above n takes all n.
     The defaults are those of [1]'s code."""

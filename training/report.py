@@ -23,8 +23,7 @@ from training.images import Images, at_most, share
 COLUMNS = {"linear": "linear %", "knn": "kNN %"}
 COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
-FIGURES = "loss positive negative spread ess candidates clamped share".split()
-FIGURES += "d_loss g_loss".split()
+FIGURES = "loss positive negative spread ess candidates clamped share d_loss g_loss".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 
 
@@ -41,14 +40,15 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     train, _ = _features(encoder, images.train[some])
     test, z = _features(encoder, images.test)
     sets = train, images.train_labels[some], test, images.test_labels
-    ways = {"uniformity": lambda: hardneg.uniformity(z)}
+    ways = {"uniformity": (hardneg.uniformity, [z])}
     if images.classes:
-        ways["tolerance"] = lambda: readouts.tolerance(z, images.test_labels)
-        ways["linear"] = lambda: readouts.linear_readout(*sets)
-        ways["knn"] = lambda: readouts.knn_accuracy(*sets)
+        ways["tolerance"] = readouts.tolerance, [z, images.test_labels]
+        ways["linear"] = readouts.linear_readout, sets
+        ways["knn"] = readouts.knn_accuracy, sets
     found = dict.fromkeys(figures)
     for name in ways.keys() & found:
-        value = round(float(ways[name]()), 4)
+        way, given = ways[name]
+        value = round(float(way(*given)), 4)
         # where no two test images have one class: JSON knows no NaN
         found[name] = None if math.isnan(value) else value
     return found
@@ -305,7 +305,7 @@ def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tu
             means = torch.stack([z[labels == label].mean(0) for label in labels.unique()])
         _, _, directions = torch.linalg.svd(means - means.mean(0), full_matrices=False)
         x = z @ directions[:2].T  # (n, 2)
-        axis.scatter(*x.T.cpu(), s=6, color="0.9")  # more classes than colours
+        axis.scatter(x[:, 0].cpu(), x[:, 1].cpu(), s=6, color="0.9")  # more classes than colours
         for label, of_class in enumerate(classes[:10]):
             axis.scatter(*x[labels == label].T.cpu(), s=6, label=of_class)
         axis.set(title=name, xticks=[], yticks=[])

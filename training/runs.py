@@ -17,7 +17,7 @@ try:
 except ImportError:  # on Windows, two runs in one folder go unnoticed
     fcntl = None
 
-CHECKPOINT, RESULTS, PAGE = "checkpoint.pt", "results.json", "report.html"
+CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html", ".lock"
 
 
 def folder_of(options, last: str) -> Path:
@@ -58,29 +58,49 @@ def read_checkpoint(folder: Path, device: str) -> dict:
 
 @contextlib.contextmanager
 def alone(folder: Path):
-    """Keep other runs out of a folder; the lock goes with the process, however it ends."""
+    """Keep other runs out of a folder; the lock goes with the process, however it ends.
+    A run that leaves nothing takes away the folders that it made."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / LOCK, "w") as lock:
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            message = f"--out is {folder}, where another run is at work; name another"
-            raise hardneg.InvalidArgument(message) from None
+            require(False, "--out", folder, "free; another run is at work there")
         except OSError:  # a file system without locks: two runs in one folder go unnoticed
             pass
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # others may use the folders by now
+                if os.listdir(folder) == [LOCK]:
+                    os.remove(folder / LOCK)
+                    for path in made:
+                        path.rmdir()
+
+
+@contextlib.contextmanager
+def readable(path: Path):
+    """Say in one line that a file is broken, or is not of such a run."""
+    try:
         yield
+    except (OSError, hardneg.InvalidArgument):
+        raise
+    except Exception as error:  # broken files raise exceptions of many types
+        message = f"{path} cannot be read ({type(error).__name__}); --overwrite replaces it"
+        raise hardneg.InvalidArgument(message) from error
 
 
 def finished(options) -> dict | None:
-    """Read the results in the folder of `train.Options`, if there are any to keep.
-    They have to be those of the same options."""
+    """Read the results of the same options in the folder of `train.Options`, if any are to keep."""
     path = options.out / RESULTS
     if options.overwrite or not path.exists():
         return None
-    results = json.loads(path.read_text())
-    require_same(options.out, results["options"], options.of_the_run())
-    return results
+    with readable(path):
+        results = json.loads(path.read_text())
+        require_same(options.out, results["options"], options.of_the_run())
+        return results
 
 
 def require_same(folder: Path, was: dict, now: dict) -> None:
@@ -99,11 +119,12 @@ def restore(training: hardneg.Training, options) -> dict:
             (options.out / name).unlink(missing_ok=True)
     if not (options.out / CHECKPOINT).exists():
         return {"history": [], "seen": [], "seconds": 0.0, "images": n, "size": size}
-    state = read_checkpoint(options.out, options.device)
-    require_same(options.out, state["args"], options.of_the_run())
-    wanted = f"as before, with {state['images']} images to train on; --overwrite begins anew"
-    require(n == state["images"], "--data", f"{options.data}, with {n}", wanted)
-    training.load_state_dict(state["training"])
+    with readable(options.out / CHECKPOINT):
+        state = read_checkpoint(options.out, options.device)
+        require_same(options.out, state["args"], options.of_the_run())
+        wanted = f"as before, with {state['images']} images to train on; --overwrite begins anew"
+        require(n == state["images"], "--data", f"{options.data}, with {n}", wanted)
+        training.load_state_dict(state["training"])
     pretrain = training.method.pretrain
     epochs = f"{pretrain + training.epoch} of {pretrain + training.epochs}"
     print(f"resumed after epoch {epochs} (--overwrite begins anew)")

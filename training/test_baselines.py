@@ -42,9 +42,9 @@ METHODS = ["queue", "clae"]
 def make(name, criterion, encoder, images, **options):
     """Make a method by its name."""
     if name == "queue":
-        options = {"queue_size": min(100, len(images) - 1)} | options
+        options = {"queue_size": min(100, len(images) - 1), "momentum": 0.99} | options
         return baselines.Queue(criterion, encoder, images, **options)
-    return baselines.CLAE(criterion, **options)
+    return baselines.CLAE(criterion, **{"bound": 0.015} | options)
 
 
 def begin(images, name, loss="simclr", init=0, method_options=None, **options):
@@ -60,7 +60,7 @@ def begin(images, name, loss="simclr", init=0, method_options=None, **options):
 def start_queue(size):
     """Make a queue of rows (size, 2)."""
     encoder = hardneg.Encoder(dim=2, size=8)
-    return baselines.Queue(hardneg.ContrastiveLoss(), encoder, IMAGES[:6, :, :8, :8], size)
+    return baselines.Queue(hardneg.ContrastiveLoss(), encoder, IMAGES[:6, :, :8, :8], size, 0.99)
 
 
 @pytest.fixture

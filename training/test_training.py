@@ -206,6 +206,13 @@ class TestCompare:
         said = quit_with([*together, "--epochs", "2"], capsys)
         assert "--epochs was 1" in said and not files[2].parent.exists()
 
+    def test_each_loss_once_and_seeds_alone(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(compare, "compare", Mock())
+        for words, loss in (("--compare ot ot", "ot"), ("--method diffhard", "ppcl")):
+            train.main([*words.split(), "--seeds", "2"])
+            plan, *_ = compare.compare.call_args.args
+            assert [run.seed for run in plan.pop(loss)] == [0, 1] and not plan
+
     @pytest.mark.parametrize("given, epochs", [({}, 28), ({"epochs": 3}, 3)])
     def test_losses_are_trained_equally_long(self, given, epochs, tmp_path):
         rows = [train.Options(loss=loss, **given) for loss in ("simclr", "hard-simple")]
@@ -581,44 +588,34 @@ MISTAKES = """
 --alpha much | --alpha
 --lr nan | lr is nan
 --lr 0 | lr is 0
---lr -1 | lr is -1
 --epochs 0 | epochs is 0
---epochs 1.5 | --epochs
 --batch-size 1 | batch_size is 1
 --micro-batch 0 | --micro-batch is 0
 --temperature 0 | temperature is 0
---temperature nan | temperature is nan
 --tau-plus 1 | tau_plus is 1
 --beta -1 | beta is -1
 --alpha 0 | alpha is 0
---alpha 1.1 | alpha is 1.1
 --epsilon 0 | epsilon is 0
 --margin -1 | margin is -1
 --kappa inf | kappa is inf
---cost l1 | --cost
---weights hard | --weights
---objective infonce | --objective
 --method moco | --method
---encoder resnet | --encoder
---recipe adamm | --recipe
 --fraction 0 | --fraction is 0
---fraction 2 | --fraction
 --seed -1 | --seed is -1
 --compare hcl --loss ot | --loss is ot
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
---method queue --queue-size 0 | queue_size is 0
+--method queue --queue-size 0 | --queue-size is 0
 --method clae --bound 1 | bound is 1
 --method diffhard --size 24 | size is 24
 --method diffhard --width 0 | width is 0
 --method diffhard --pretrain -1 | pretrain is -1
 --method diffhard --every 0 | every is 0
 --method diffhard --objective simple | objective is simple
---compare hcl --seeds 0 | --seeds is 0
+--seeds 0 | --seeds is 0
 --device abacus | --device is abacus
 --device cuda:77 | --device is cuda:77
+--device meta | --device is meta
 --compare | --compare
-hard | unrecognized
 """
 
 
@@ -686,4 +683,18 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         said = quit_with(words.split(), capsys)
         assert said.startswith("2 train.py: error: ") and complaint in said
-        assert said.count("\n") == 1
+        assert said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("name", ["checkpoint.pt", "results.json"])
+    def test_a_file_that_is_not_of_a_run_is_said(self, name, tmp_path, capsys):
+        for content in ("", "[1]", "PK"):
+            (tmp_path / name).write_text(content)
+            said = quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
+            assert said.startswith(f"2 train.py: error: {tmp_path / name} cannot be read")
+            assert said.count("\n") == 1 and (tmp_path / name).read_text() == content
+
+    def test_it_ends_quietly_where_nobody_reads_on(self, tmp_path):
+        program = [sys.executable, HERE / "train.py", *SMALL_WORDS, "--out", tmp_path / "x"]
+        with subprocess.Popen(program, -1, stdout=-1, stderr=-1, env=ALONE) as run:  # pipes
+            run.stdout.close()
+            assert run.stderr.read() == b"" and run.wait() == 141
