@@ -37,53 +37,57 @@ METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
 BEST, LOGITS = hardneg.DEFAULTS, " ".join(hardneg.OF_LOGITS)
 
-# Who takes an option; its type or choices; its default, None if TABLES, the loss or its taker fills
-# it in; what it is; what looks at it, if not all; its limits. To add one, add a row: no other list.
-Flag = namedtuple("Flag", "taker kind default text of limits", defaults=("", ()))
+# Who takes an option; its default, None if TABLES, the loss or its taker fills it in; its type or
+# choices; what it is; what looks at it, if not all; its limits. To add an option, add a row.
+Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", ()))
 FLAGS = {
-    "loss": Flag("loss", hardneg.PRESETS, "hcl", "weights and objective"),
-    "weights": Flag("loss", hardneg.WEIGHTS, None, "of negatives, if not the loss's"),
-    "objective": Flag("loss", hardneg.OBJECTIVES, None, "of the loss, if not the loss's"),
-    "temperature": Flag("loss", float, BEST["temperature"], "divides cosines", f"tilted {LOGITS}"),
-    "tau_plus": Flag("loss", float, None, "share of false negatives [1]", LOGITS),
-    "detach_weights": Flag("loss", bool, None, "no gradient through weights", "tilted transported"),
-    "debias": Flag("loss", ("published", "exact"), "published", "estimate of debiasing", LOGITS),
-    "beta": Flag("loss", float, BEST["beta"], "concentration on near negatives [1]", "tilted"),
-    "epsilon": Flag("loss", float, BEST["epsilon"], "regularisation, in costs [2]", "transported"),
-    "cost": Flag("loss", ("sqeuclidean", "exp"), "sqeuclidean", "of the coupling", "transported"),
-    "kappa": Flag("loss", float, 0.0, "κ of the cost exp", "transported"),
-    "alpha": Flag("loss", float, BEST["alpha"], "share of nearest kept [4]", "top"),
-    "margin": Flag("loss", float, 0.0, "a squared distance, at least 0", "triplet"),
-    "method": Flag("run", METHODS, "simclr", "where candidates come from; bank [4], diffhard [3]"),
-    "momentum": Flag("method", float, None, "of rows, or of a slow copy", "bank queue diffhard"),
-    "queue_size": Flag("method", int, 64, "earlier keys that are candidates", "queue", (1, 1e9)),
-    "bound": Flag("method", float, 0.005, "largest change of a pixel", "clae"),
-    "pairs": Flag("method", bool, True, "two images of a latent are positives", "diffhard"),
-    "ascent": Flag("method", bool, True, "the generator ascends the loss", "diffhard"),
-    "pretrain": Flag("method", int, 2, "epochs of the generator at first", "diffhard"),
-    "every": Flag("method", int, 8, "steps of the encoder for one of the generator", "diffhard"),
-    "width": Flag("method", int, 8, "channels of the generator; more on a GPU", "diffhard"),
-    "latent": Flag("method", int, 64, "dimensions of a latent", "diffhard"),
-    "data": Flag("images", str, "shapes", f"{KNOWN} of images"),
-    "root": Flag("free", str, "data", "folder of torchvision's sets, which are downloaded to it"),
-    "fraction": Flag("images", float, 1.0, "share of each class to train on", "", (1e-9, 1)),
-    "validation": Flag("images", bool, False, "test on every fifth training image"),
-    "size": Flag("images", int, None, "side in pixels; else their own, up to 96", "", (8, 1024)),
-    "encoder": Flag("run", ("small", "resnet18", "resnet50"), "small", "the network"),
-    "views": Flag("run", VIEWS, "default", "random changes; small [1], coloured [4]"),
-    "anneal": Flag("run", bool, False, "lower beta to a fifth in five steps", "tilted"),
-    "lead_in": Flag("run", bool, True, "lower the share from 1 to alpha at first", "top"),
-    "recipe": Flag("training", hardneg.RECIPES, "adamw", "optimizer and rates; sgd [4], adam [1]"),
-    "epochs": Flag("training", int, None, "passes over the images"),
-    "batch_size": Flag("training", int, None, "images in a batch, at most"),
-    "micro_batch": Flag("training", int, None, "views in one pass, to save memory", "", (2, 1e9)),
-    "lr": Flag("training", float, None, "peak learning rate, above 0"),
-    "seed": Flag("training", int, 0, "of weights, order and views", "", (0, 1e9)),
-    "compile": Flag("free", bool, False, "compile the encoder, for a GPU; the start is slow"),
-    "device": Flag("free", str, "cuda" if torch.cuda.is_available() else "cpu", "cpu, cuda:1, …"),
-    "out": Flag("free", Path, None, "output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
-    "report": Flag("free", bool, True, "end with pictures of what was learned, in OUT/report.html"),
-    "overwrite": Flag("free", bool, False, "replace the run in OUT, finished or stopped"),
+    "loss": Flag("loss", "hcl", hardneg.PRESETS, "weights and objective"),
+    "weights": Flag("loss", None, hardneg.WEIGHTS, "of negatives, if not the loss's"),
+    "objective": Flag("loss", None, hardneg.OBJECTIVES, "of the loss, if not the loss's"),
+    "temperature": Flag("loss", BEST["temperature"], float, "divides cosines", f"tilted {LOGITS}"),
+    "tau_plus": Flag("loss", None, float, "share of false negatives [1]", LOGITS),
+    "detach_weights": Flag("loss", None, bool, "no gradient through weights", "tilted transported"),
+    "debias": Flag("loss", "published", ("published", "exact"), "estimate of debiasing", LOGITS),
+    "beta": Flag("loss", BEST["beta"], float, "concentration on near negatives [1]", "tilted"),
+    "epsilon": Flag("loss", BEST["epsilon"], float, "regularisation, in costs [2]", "transported"),
+    "cost": Flag("loss", "sqeuclidean", ("sqeuclidean", "exp"), "of the coupling", "transported"),
+    "kappa": Flag("loss", 0.0, float, "κ of the cost exp", "transported"),
+    "alpha": Flag("loss", BEST["alpha"], float, "share of nearest kept [4]", "top"),
+    "margin": Flag("loss", 0.0, float, "a squared distance, at least 0", "triplet"),
+    "method": Flag("run", "simclr", METHODS, "where candidates come from; bank [4], diffhard [3]"),
+    "momentum": Flag(
+        "method", None, float, "of the bank, or of the slow copy", "bank queue diffhard"
+    ),
+    "queue_size": Flag("method", 64, int, "earlier keys that are candidates", "queue", (1, 1e9)),
+    "bound": Flag("method", 0.005, float, "largest change of a pixel", "clae"),
+    "pairs": Flag("method", True, bool, "two images of a latent are positives", "diffhard"),
+    "ascent": Flag("method", True, bool, "the generator ascends the loss", "diffhard"),
+    "pretrain": Flag("method", 2, int, "epochs of the generator at first", "diffhard"),
+    "every": Flag("method", 8, int, "steps of the encoder for one of the generator", "diffhard"),
+    "width": Flag("method", 8, int, "channels of the generator; more on a GPU", "diffhard"),
+    "latent": Flag("method", 64, int, "dimensions of a latent", "diffhard"),
+    "data": Flag("images", "shapes", str, f"{KNOWN} of images"),
+    "root": Flag("free", "data", str, "folder of torchvision's sets, which are downloaded to it"),
+    "fraction": Flag(
+        "images", 1.0, float, "share of each class to train on, up to 1", "", (1e-9, 1)
+    ),
+    "validation": Flag("images", False, bool, "to choose settings, test on training images"),
+    "size": Flag("images", None, int, "side in pixels; else their own, up to 96", "", (8, 1024)),
+    "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "the network"),
+    "views": Flag("run", "default", VIEWS, "random changes; small [1], coloured [4]"),
+    "anneal": Flag("run", False, bool, "lower beta to a fifth in five steps", "tilted"),
+    "lead_in": Flag("run", True, bool, "lower the share from 1 to alpha at first", "top"),
+    "recipe": Flag("training", "adamw", hardneg.RECIPES, "optimizer and rates; sgd [4], adam [1]"),
+    "epochs": Flag("training", None, int, "passes over the images"),
+    "batch_size": Flag("training", None, int, "images in a batch, at most"),
+    "micro_batch": Flag("training", None, int, "views in one pass, to save memory", "", (2, 1e9)),
+    "lr": Flag("training", None, float, "peak learning rate, above 0"),
+    "seed": Flag("training", 0, int, "of weights, order and views", "", (0, 1e9)),
+    "compile": Flag("free", False, bool, "compile the encoder, for a GPU; the start is slow"),
+    "device": Flag("free", "cuda" if torch.cuda.is_available() else "cpu", str, "cpu, cuda:1, …"),
+    "out": Flag("free", None, Path, "output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
+    "report": Flag("free", True, bool, "end with pictures of what was learned, in OUT/report.html"),
+    "overwrite": Flag("free", False, bool, "replace the run in OUT, finished or stopped"),
 }
 CRITERION = [name for name, flag in FLAGS.items() if flag.taker == "loss"]
 FACTS = "loss method data seed epochs device".split()  # of results.json
@@ -132,7 +136,9 @@ def parse(argv: list[str]) -> dict:
     parser.add_argument("--help-all", action="help", help="explain all flags")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     parser.add_argument("--compare", nargs="+", **losses, help="train with each, and compare")
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each loss (3)")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="runs of each loss (with --compare 3)"
+    )
     for name, flag in FLAGS.items():
         more = {"type": flag.kind, "metavar": getattr(flag.kind, "__name__", "").upper()}
         if flag.kind is bool:
