@@ -55,9 +55,7 @@ FLAGS = {
     "alpha": Flag("loss", BEST["alpha"], float, "share of nearest kept [4]", "top"),
     "margin": Flag("loss", 0.0, float, "a squared distance, at least 0", "triplet"),
     "method": Flag("run", "simclr", METHODS, "where candidates come from; bank [4], diffhard [3]"),
-    "momentum": Flag(
-        "method", None, float, "of the bank, or of the slow copy", "bank queue diffhard"
-    ),
+    "momentum": Flag("method", None, float, "of the bank or the slow copy", "bank queue diffhard"),
     "queue_size": Flag("method", 64, int, "earlier keys that are candidates", "queue", (1, 1e9)),
     "bound": Flag("method", 0.005, float, "largest change of a pixel", "clae"),
     "pairs": Flag("method", True, bool, "two images of a latent are positives", "diffhard"),
@@ -68,9 +66,7 @@ FLAGS = {
     "latent": Flag("method", 64, int, "dimensions of a latent", "diffhard"),
     "data": Flag("images", "shapes", str, f"{KNOWN} of images"),
     "root": Flag("free", "data", str, "folder of torchvision's sets, which are downloaded to it"),
-    "fraction": Flag(
-        "images", 1.0, float, "share of each class to train on, up to 1", "", (1e-9, 1)
-    ),
+    "fraction": Flag("images", 1.0, float, "share of each class to train on", "", (1e-9, 1)),
     "validation": Flag("images", False, bool, "to choose settings, test on training images"),
     "size": Flag("images", None, int, "side in pixels; else their own, up to 96", "", (8, 1024)),
     "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "the network"),
@@ -136,9 +132,7 @@ def parse(argv: list[str]) -> dict:
     parser.add_argument("--help-all", action="help", help="explain all flags")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     parser.add_argument("--compare", nargs="+", **losses, help="train with each, and compare")
-    parser.add_argument(
-        "--seeds", type=int, metavar="N", help="runs of each loss (with --compare 3)"
-    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each loss (3)")
     for name, flag in FLAGS.items():
         more = {"type": flag.kind, "metavar": getattr(flag.kind, "__name__", "").upper()}
         if flag.kind is bool:
