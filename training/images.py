@@ -202,9 +202,7 @@ def from_torchvision(name: str, root: str) -> tuple:
         train = getattr(datasets, kind)(root, download=True, **of_train)
         test = getattr(datasets, kind)(root, download=True, **of_test)
     except Exception as error:  # no network, a full disk, a broken archive: of many types
-        message = (
-            f"{name} is not in {root}/ and cannot be downloaded ({error}); put its files there"
-        )
+        message = f"{name} is not in {root}/ and cannot be downloaded ({error}); put it there"
         raise InvalidArgument(message) from error
     return train, test, [str(name) for name in getattr(train, "classes", range(10))]
 
