@@ -1,4 +1,8 @@
-"""Draw the pictures of README.md beside it, with its own code: python tutorial/pictures.py"""
+"""Draw the pictures of README.md beside it, with its own code: python tutorial/pictures.py
+
+With the folder of a run, as in `python tutorial/pictures.py runs/shapes-simclr-hcl-0` after `python
+train.py`, draw that of ../README.md instead.
+"""
 
 import contextlib
 import functools
@@ -10,11 +14,16 @@ from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.colors import ListedColormap
 from torch import nn
 from torch.nn import functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import hardneg
+import train
+from training import report, runs
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
 
 plt.switch_backend("Agg")  # needs no screen
 plt.style.use("tableau-colorblind10")
@@ -32,7 +41,7 @@ def run_the_page():
 
 def save(figure, name):
     """Write a picture beside the page."""
-    figure.savefig(HERE / f"{name}.png", dpi=80)
+    figure.savefig(HERE / f"{name}.png", dpi=120)
     plt.close(figure)
 
 
@@ -53,12 +62,17 @@ def sphere(page):
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 3))
     optimizer = torch.optim.Adam(encoder.parameters(), lr=0.003)
-    figure, axes = panels(2, 3.6, subplot_kw={"projection": "3d"})
+    around, down = torch.linspace(0, 2 * math.pi, 25)[:, None], torch.linspace(0, math.pi, 13)
+    globe = [around.cos() * down.sin(), around.sin() * down.sin(), down.cos().expand(25, 13)]
+    colors = ListedColormap(["C0", "C1", "tab:green", "black", "tab:pink", "tab:purple"])
+    figure, axes = panels(2, 2.7, subplot_kw={"projection": "3d"})
     for axis, title in zip(axes, ("before", "after 300 batches"), strict=True):
         z = F.normalize(encoder(points).detach(), dim=1)
-        axis.scatter(*z.T, c=topics, cmap="tab10", s=14, vmax=9)
-        axis.set(title=title, xticks=[], yticks=[], zticks=[])
-        axis.set(xlim=(-1, 1), ylim=(-1, 1), zlim=(-1, 1), box_aspect=(1, 1, 1))
+        axis.plot_wireframe(*globe, color="0.8", lw=0.4)
+        axis.scatter(*z.T, c=topics, cmap=colors, s=14, depthshade=False)
+        axis.set_axis_off()
+        axis.set(title=title, xlim=(-1, 1), ylim=(-1, 1), zlim=(-1, 1))
+        axis.set_box_aspect((1, 1, 1), zoom=1.4)
         for _ in range(300):
             loss = page["infonce"](*page["two_views"](encoder, points, random))
             optimizer.zero_grad()
@@ -112,7 +126,7 @@ def false_negative(page):
     others = (0.2 * torch.randn(90, generator=random, dtype=torch.float64)).clamp(-1, 1)
     own = torch.full((10,), 0.7, dtype=torch.float64)
     everything = torch.cat([own, others])
-    losses = {"InfoNCE": nce, "debiased, τ⁺ = 0.1": debiased, "labels known": with_labels}
+    losses = {"InfoNCE": nce, "debiased\nτ⁺ = 0.1": debiased, "labels known": with_labels}
     pulls, pushes = [], []
     for loss_of in losses.values():
         positive, negatives = slopes(loss_of, 0.7, everything)
@@ -125,7 +139,8 @@ def false_negative(page):
     axis.bar(places, pushes, 0.25, label="on the false negatives")
     axis.bar(places + 0.25, in_sum, 0.25, label="on the class, in sum")
     axis.axhline(0, color="k", lw=0.8)
-    axis.set(ylabel="pull, per cosine, t = 0.5")
+    axis.axhline(in_sum[2], color="0.4", ls=":", lw=1)
+    axis.set(ylabel="pull, per cosine, t = 0.5", ylim=(-1.2, 4.4))
     axis.set_xticks(places, list(losses))
     axis.legend(fontsize="small")
     save(figure, "false_negative")
@@ -139,6 +154,7 @@ def draw_pushes(axis, rules):
         push = (logits + log_w).softmax(0)
         axis.plot(COSINES, 100 * push, label=label)
     axis.set(xlabel="cosine of the negative", ylabel="share of the push, %")
+    axis.set_xticks([-1, -0.5, 0, 0.5, 1])
     axis.legend(fontsize="small")
 
 
@@ -158,16 +174,16 @@ def push(page):
 
 
 def top(page):
-    """Draw which of 126 negatives on a circle are kept."""
-    random = torch.Generator().manual_seed(3)
+    """Draw which of 126 negatives on a circle are kept, near the anchor."""
+    random = torch.Generator().manual_seed(4)
     angles = 2 * math.pi * torch.rand(126, generator=random)
     kept = angles.cos() >= angles.cos().topk(math.ceil(0.03 * 126)).values[-1]
-    figure, (axis,) = panels(width=3.4)
-    for some, label, color in ((kept, "kept, α = 0.03", "C1"), (~kept, "dropped", "0.7")):
-        axis.scatter(angles[some].cos(), angles[some].sin(), color=color, label=label, s=18)
-    axis.scatter(1.15, 0, marker="*", s=160, color="C0", label="anchor")
-    axis.set(aspect="equal", xticks=[], yticks=[])
-    axis.legend(loc="center", fontsize="small")
+    figure, (axis,) = panels()
+    for some, label, color in ((~kept, "dropped", "0.7"), (kept, "kept, α = 0.03", "C1")):
+        axis.scatter(angles[some].sin(), angles[some].cos(), color=color, label=label, s=30)
+    axis.scatter(0, 1.06, marker="*", s=160, color="C0", label="anchor")  # at angle 0
+    axis.set(aspect="equal", xlim=(-0.6, 0.6), ylim=(0.42, 1.14), xticks=[], yticks=[])
+    axis.legend(loc="lower center", fontsize="small")
     save(figure, "top")
 
 
@@ -178,7 +194,7 @@ def plan(page):
     z[:, 0] = 1  # the first is in the middle of all others
     z = F.normalize(z, dim=1)
     logits = (z @ z.T / 0.5).fill_diagonal_(-math.inf)
-    figure, axes = panels(2, 3.8)
+    figure, axes = panels(2, 2.9)
     rules = {
         "tilted, β = 5": page["tilted"](logits, 5.0),
         "transport, ε = 0.1": page["transported"](logits),
@@ -187,7 +203,7 @@ def plan(page):
         weights = log_w.softmax(1)
         picture = axis.imshow(weights, vmin=0, vmax=0.5, cmap="Blues")
         first = 100 * weights[:, 0].sum() / 12
-        axis.set(title=f"{title}: the first gets {first:.0f} %", xticks=[], yticks=[])
+        axis.set(title=f"{title}:\nthe first gets {first:.0f} %", xticks=[], yticks=[])
         axis.set(xlabel="negative", ylabel="anchor")
     figure.colorbar(picture, ax=axes, label="share of the row")
     save(figure, "plan")
@@ -221,7 +237,7 @@ def draw_candidates(name, kinds):
     figure, (axis,) = panels()
     for label, values in kinds.items():
         axis.hist(values.numpy(), 40, range=(0, 1), histtype="step", lw=1.6, label=label)
-    axis.set(xlabel="cosine of the nearest negative", ylabel="of 2000 points")
+    axis.set(xlabel="cosine of the nearest negative", ylabel="points, of 2000")
     axis.legend(loc="upper left", fontsize="small")
     save(figure, name)
 
@@ -257,8 +273,30 @@ def generated(page):
     draw_candidates("generated", nearest)
 
 
+def hardest(folder):
+    """Draw two images and their five hardest negatives, before and after a run of train.py."""
+    options = train.Options()
+    images = report.at_most(train.read(options), 1000)
+    first, encoder = [runs.untrained(options.encoder, images, options.seed) for _ in range(2)]
+    state = runs.read_checkpoint(Path(folder), options.device)
+    encoder.load_state_dict(state["training"]["encoder"])
+    z = {"untrained": hardneg.embed(first, images.test)[1]}
+    z["trained"] = hardneg.embed(encoder, images.test)[1]
+    _, _, figure = report.draw_nearest(options, z, images.test_labels, images.test)
+    figure.set_size_inches(4.8, 3.2)
+    (axis,) = figure.axes
+    pitch = 1.25 * images.test.shape[-1]
+    axis.set(xlim=(0, 6.03 * pitch), ylim=(4.0 * pitch, 0))
+    for text in axis.texts:
+        text.set(clip_on=True, fontsize=9)
+    save(figure, "hardest")
+
+
 if __name__ == "__main__":
-    page = run_the_page()
-    for draw in (sphere, pull, false_negative, push, top, plan, found, generated):
-        draw(page)
-        print(draw.__doc__)
+    if len(sys.argv) > 1:
+        hardest(sys.argv[1])
+    else:
+        page = run_the_page()
+        for draw in (sphere, pull, false_negative, push, top, plan, found, generated):
+            draw(page)
+            print(draw.__doc__)
