@@ -286,7 +286,7 @@ class TestPages:
         [shown] = [table for table in cells_of(FRONT) if table[0][0] == "claim"]
         [judged] = cells_of(tables.claims())
         assert 5 < len(shown[2:]) <= 10
-        for _, _, gain, n, linked in shown[2:]:
+        for _, gain, n, linked in shown[2:]:
             judgement, link = re.fullmatch(r"\[(.*)\]\((.*)\)", linked).groups()
             here = records_of(PAGES[FOLDER / link])
             assert any(
