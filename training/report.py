@@ -23,7 +23,7 @@ from training.images import Images, at_most, share
 COLUMNS = {"linear": "linear %", "knn": "kNN %"}
 COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
-FIGURES = "loss positive negative spread ess candidates clamped share d_loss g_loss".split()
+FIGURES = "loss positive negative spread ess candidates clamped d_loss g_loss".split()
 READOUT = 100_000  # the most training images of a readout: their features must fit into memory
 
 
@@ -174,8 +174,8 @@ PAGE = string.Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$title</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem }
-body { color: #222 } h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 } img { width: 100% }
-div { overflow-x: auto } td { padding: .1rem .8rem .1rem 0; white-space: nowrap }
+body { color: #222 } h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 }
+div { overflow-x: auto } img { width: 100%; min-width: 40rem } td { padding: .1rem .6rem .1rem 0 }
 </style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
 <p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200
 nearest (kNN). Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean
@@ -196,13 +196,13 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     for title, caption, figure in pictures:
         title, data = html.escape(title), base64.b64encode(png(figure)).decode()
         parts.append(f"<h2>{title}</h2><p>{html.escape(caption)}</p>")
-        parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}">\n')
+        parts.append(f'<div><img alt="{title}" src="data:image/png;base64,{data}"></div>\n')
     table = []
     for line in cells(rows_of(results)):
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
     page = PAGE.substitute(
         title=html.escape(f"{results['loss']} on {Path(results['data']).name}"),
-        summary=f"{results['method']}, {results['epochs']} epochs in {results['seconds']:.0f} s",
+        summary=f"{results['method']}; epochs: {results['epochs']}; {results['seconds']:.0f} s",
         table="".join(table),
         pictures="".join(parts),
     )
@@ -238,13 +238,13 @@ def draw_curves(history: list[dict]) -> tuple:
         for name, (epochs, values) in lines.items():
             axis.plot(epochs, values, ".-", label=name, linewidth=1)
         axis.set(title=title, xlabel="epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     _, losses = curves["losses"]["loss"]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
-    caption = "Cosines of views of one image (positive) and of others (negative) part during "
-    caption += "training. spread: standard deviation of the cosines of an anchor's negatives; ess: "
-    caption += "effective share of negatives; candidates: how many negatives an anchor has; "
-    caption += "clamped: share of anchors at the floor of debiasing."
+    caption = "Cosines of views of one image (positive) and of others (negative) part. spread: "
+    caption += "standard deviation of the cosines of an anchor's negatives; ess: effective share "
+    caption += "of negatives; candidates: their number; clamped: share at the floor of debiasing."
     return title, caption, figure
 
 
@@ -274,9 +274,8 @@ def draw_nearest(options, embeddings: dict, labels: Tensor, test: Tensor) -> tup
     axis.axis("off")
     for k, (title, color) in enumerate(titles):
         row, column = divmod(k, columns + 1)
-        axis.text(gap + column * pitch, (row + 0.17) * pitch, title, fontsize=7, color=color)
-    caption = "Left, an image; beside it its nearest others, the hardest negatives, with their "
-    caption += "weights."
+        axis.text(gap + column * pitch, (row + 0.17) * pitch, title, fontsize=9, color=color)
+    caption = "An image, and beside it its nearest others, the hardest negatives: their weights."
     if labels.max() >= 0:
         caption += " Orange: of the image's class, so a false negative."
     return "The hardest negatives, before and after training", caption, figure
@@ -307,7 +306,8 @@ def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tu
         x = z @ directions[:2].T  # (n, 2)
         axis.scatter(x[:, 0].cpu(), x[:, 1].cpu(), s=6, color="0.9")  # more classes than colours
         for label, of_class in enumerate(classes[:10]):
-            axis.scatter(*x[labels == label].T.cpu(), s=6, label=of_class)
+            color = [plt.cm.tab10(label)]
+            axis.scatter(*x[labels == label].T.cpu(), s=6, color=color, label=of_class)
         axis.set(title=name, xticks=[], yticks=[])
     if classes:
         handles, names = axis.get_legend_handles_labels()
