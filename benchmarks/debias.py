@@ -1,27 +1,23 @@
 """How well do corrections for false negatives estimate the weighted mean over true negatives?
 python benchmarks/debias.py
 
-The first tables simulate anchors and 510 candidates of ten classes on the sphere, a tenth of the
-candidates of the anchor's class, positives that are other samples of that class. The truth leaves
-the anchor's class out of a large sample. The last one trains a small encoder on such classes, with
-four positives of the class, and reads it out. They take two minutes on two cores.
+It simulates anchors and 510 candidates of ten classes on the sphere, a tenth of the candidates of
+the anchor's class, positives that are other samples of that class. The truth leaves the anchor's
+class out of a large sample.
 """
 
-import argparse
 import math
 from types import SimpleNamespace
 
 import common
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 import hardneg
-from training import readouts, report
+from training import report
 
-CLASSES, DIM, CANDIDATES, BATCH = 10, 32, 510, 64
+CLASSES, DIM, CANDIDATES = 10, 32, 510
 SETTINGS = [(0.25, 0.5, 1.0), (0.64, 0.5, 1.0), (0.64, 0.5, 2.0), (0.64, 0.2, 1.0)]
-HCL = {"loss": "hcl", "temperature": 0.5, "beta": 1.0}
 NONE = {"tau_plus": 0.0}
 EQ_2 = {"tau_plus": 0.1}
 EXACT = {"tau_plus": 0.1, "debias": "exact"}
@@ -73,30 +69,6 @@ def simulate(setting: tuple[float, float, float], anchors: int = 2000) -> list[t
     return rows
 
 
-def learn(options: dict, use_labels: bool, seed: int, steps: int = 1000) -> list[float]:
-    """Train an encoder of noisy classes, four positives drawn from the class → its figures."""
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    centres = torch.randn(CLASSES, DIM, generator=generator)
-    encoder = nn.Sequential(nn.Linear(DIM, 128), nn.ReLU(), nn.Linear(128, DIM))
-    optimizer = torch.optim.Adam(encoder.parameters(), 1e-3)
-
-    def embed(labels):
-        noise = torch.randn(len(labels), DIM, generator=generator)
-        return encoder(centres[labels] + 1.5 * noise)
-
-    for _ in range(steps):
-        labels = torch.randint(CLASSES, (BATCH,), generator=generator)
-        views = [embed(labels) for _ in range(5)]
-        given = HCL | options | {"labels": labels if use_labels else None}
-        common.descend(hardneg.contrastive_loss(*views, **given), optimizer)
-    labels = torch.arange(CLASSES).repeat_interleave(200)
-    with torch.no_grad():
-        z, other = [F.normalize(embed(labels), dim=1) for _ in range(2)]
-    accuracy = readouts.linear_readout(z, labels, other, labels)
-    return [accuracy, hardneg.uniformity(z).item(), readouts.tolerance(z, labels).item()]
-
-
 def simulated() -> str:
     """Write a table for each measure; a row is a cosine within a class, t and β."""
     found = {setting: simulate(setting) for setting in SETTINGS}
@@ -110,23 +82,10 @@ def simulated() -> str:
     return "\n\n".join(tables)
 
 
-def trained(seeds: int) -> str:
-    """Write the table of the encoders trained with each correction."""
-    lines = [["correction", "linear %", "uniformity", "tolerance"]]
-    rows = {"none": NONE, "Eq. 2": EQ_2, "exact": EXACT, "labels: no false negatives": NONE}
-    for row, options in rows.items():
-        of_seeds = [learn(options, row.startswith("labels"), seed) for seed in range(seeds)]
-        columns = torch.tensor(of_seeds, dtype=torch.float64).T.tolist()
-        lines.append([row] + [report.spread(some, 2) for some in columns])
-    return report.markdown(lines)
-
-
 def main():
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", type=int, default=5, help="of the last table")
-    args = parser.parse_args()
-    print(f"{simulated()}\n\n{trained(args.seeds)}")
+    common.parser_of(__doc__).parse_args()
+    print(simulated())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Draw: python benchmarks/figures.py curves forces ranks --cifar10 FOLDER
 
-Each figure goes to results/FIGURE.png. curves, curves-effective, long, cause and losses are drawn
-from records; forces by itself. histograms, ranks and neighbours read the encoders that a study left
-in --out: those of hard-debiased, objectives and neighbours. They embed 2000 test images of FOLDER;
-the second view of an image is random as in training. These three, and forces, print a table.
+Each figure goes to results/FIGURE.png. curves is drawn from records, forces by itself. The others
+read the encoders that a study left in --out: histograms those of hard-debiased, histograms-beta of
+beta-6, ranks of objectives, weights of cost-course, neighbours those of the study of its name. They
+embed 2000 test images of FOLDER; the second view of an image is random as in training. All but
+curves and weights print a table.
 [1], [2] and [4] are the papers in the header of ../hardneg.py.
 """
 
@@ -11,19 +12,17 @@ import argparse
 import functools
 import math
 from pathlib import Path
-from statistics import mean
 
 import common
 import numpy as np
-import tables
 import torch
 from matplotlib import pyplot as plt
-from rows import SHARED
+from rows import SHARED, STUDIES
 from torch import Tensor
 
 import hardneg
 import train
-from training import compare, images, report
+from training import images, report
 
 TEMPERATURES = [float(t) for t in SHARED["t"]]
 BY_T = {"cifar10-t": "CIFAR-10", "tiny-t": "Tiny ImageNet"}
@@ -61,100 +60,6 @@ def curves():
 def accuracies(found: dict, loss: str) -> list[float]:
     """List the linear readout of a loss over the temperature."""
     return [found[f"{loss}-{t}"][0]["linear"] for t in TEMPERATURES]
-
-
-def effective(options: dict) -> tuple[float, float]:
-    """Return the temperatures of a recorded run: of its push at held weights, and of all of it.
-
-    With its gradient `hcl` pushes, to second order, as a plain loss at t / (1 + 2β) does."""
-    t = options["temperature"]
-    if options["loss"] == "hcl":
-        return t / (1 + options["beta"]), t / (1 + 2 * options["beta"])
-    if options["loss"] == "ot":
-        t = t * options["epsilon"] / (t + options["epsilon"])
-    return t, t
-
-
-def curves_effective():
-    """Draw accuracy over t, and beside it over the effective temperatures."""
-    titles = "temperature", "effective, weights held", "effective, with the gradient"
-    figure, axes = panels(2, 3, (10, 5.5), sharey="row")
-    for (name, title), row in zip(BY_T.items(), axes, strict=True):
-        found = common.read(name)
-        for loss in ("simclr", "hcl", "ot"):
-            options = [found[f"{loss}-{t}"][0]["options"] for t in TEMPERATURES]
-            held, whole = zip(*map(effective, options), strict=True)
-            for axis, places in zip(row, (TEMPERATURES, held, whole), strict=True):
-                axis.plot(places, accuracies(found, loss), ".-", label=loss)
-        for axis, label in zip(row, titles, strict=True):
-            axis.set(xscale="log", xlabel=label)
-        row[0].set(ylabel=f"{title}, linear readout, %")
-    axes[0][0].legend()
-    return figure
-
-
-def long():
-    """Draw what rows gain by kNN over the baseline in the course of the runs.
-
-    Rows at the baseline's temperature are in the left panel."""
-    found = common.read("long")
-    baseline = compare.baseline_of(found)
-    temperatures = {row: some[0]["options"]["temperature"] for row, some in found.items()}
-    t = temperatures[baseline]
-    figure, axes = panels(1, 2, (9, 3.6), sharey=True)
-    for row in [row for row in found if row != baseline]:
-        axis = axes[0][int(temperatures[row] != t)]
-        epochs, gains = [], []
-        for epoch, then in tables.measured(found):
-            epochs.append(epoch)
-            gains.append(mean(compare.gaps_of(then[row], then[baseline], "knn")))
-        axis.plot(epochs, gains, ".-", label=row)
-    for axis, title in zip(axes[0], (f"t = {t}", "another t"), strict=True):
-        axis.axhline(0, color="k", ls=":", label=f"{baseline}, t = {t}")
-        axis.set(title=title, xlabel="epoch", ylabel="gain in kNN, points")
-        axis.legend()
-    return figure
-
-
-def cause():
-    """Draw the difference that each factor makes, with its interval."""
-    figure, [[axis]] = panels(1, 1, (8, 5))
-    places = range(0, -len(tables.FACTORS), -1)
-    for k, (study, title) in enumerate(tables.SETS.items()):
-        axis.plot([], [], f"C{k}o", label=title)
-        for place, gap in zip(places, tables.FACTORS.values(), strict=True):
-            gaps = tables.gaps_of(study, gap)
-            if gaps:
-                middle, half = report.interval(gaps)
-                axis.errorbar(middle, place - 0.2 * k, xerr=half, fmt=f"C{k}o", capsize=3)
-    axis.axvline(0, color="k", lw=0.8)
-    axis.set_yticks([place - 0.1 for place in places], list(tables.FACTORS))
-    axis.set(xlabel="difference of linear readout, points, 95 % intervals")
-    axis.legend()
-    return figure
-
-
-def losses():
-    """Draw the losses' time and memory over the batch, peers dashed."""
-    found = common.read("losses")
-    peers = [name for name in found["differences"] if not name.startswith("old ")]
-    sizes = found["sizes"]
-    labels = {"seconds": "ms, forward and backward", "memory": "MiB above the inputs"}
-    figure, axes = panels(1, 2, (11, 4.5))
-    for axis, (measure, label) in zip(axes[0], labels.items(), strict=True):
-        for k, name in enumerate(["three products", "simclr", "hcl", "ot", "hard"] + peers):
-            rows = [row for row in found["rows"] if row["case"] == name]
-            scale = {"seconds": 1000, "memory": 1}[measure]
-            points = [scale * row[measure] for row in rows]
-            style = "o--" if name in peers else "o-"
-            color = plt.cm.tab10(k - 1) if k else "k"
-            axis.plot(sizes[: len(points)], points, style, ms=3, color=color, label=name)
-        axis.set(xscale="log", yscale="log", xlabel="2B", ylabel=label)
-        axis.set_xticks(sizes, sizes)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=7)
-    return figure
 
 
 # ---- By itself ---------------------------------------------------------------------------------
@@ -237,16 +142,16 @@ def histogram(cosines: Tensor, bins: int = 100) -> np.ndarray:
     return (counts / len(cosines)).numpy()
 
 
-def histograms(out: Path, pixels: Tensor, labels: Tensor):
-    """Draw and compare the cosines of pairs of one class and of different classes: [1], Fig. 3.
+def histograms(study: str, out: Path, pixels: Tensor, labels: Tensor):
+    """Draw and compare the cosines of pairs of one class and of different classes: [1], Fig. 3, 4.
 
     The overlap is the area that two histograms share."""
-    lines = [["loss", "cosine, one class", "cosine, different classes", "overlap, %"]]
+    lines = [["row", "cosine, one class", "cosine, different classes", "overlap, %"]]
     figure, axes = panels(1, 2, (8, 3.6))
-    for name in ("neither", "debiased", "hard", "both"):
+    for name in STUDIES[study].rows:
         means, overlaps = [], []
-        for seed in range(3):
-            z = embeddings(out / "hard-debiased" / f"{name}-{seed}", pixels)
+        for seed in STUDIES[study].seeds:
+            z = embeddings(out / study / f"{name}-{seed}", pixels)
             found = cosines_by_class(z, labels)
             one, other = [histogram(cosines) for cosines in found]
             means.append([cosines.mean().item() for cosines in found])
@@ -294,6 +199,23 @@ def ranks(out: Path, pixels: Tensor, labels: Tensor):
     return figure
 
 
+def weights(out: Path, pixels: Tensor, labels: Tensor):
+    """Draw a map of embeddings, in which an anchor's weights are sizes: [2], Fig. 6.
+
+    It is the plane where the classes' means are farthest apart."""
+    z = embeddings(out / "cost-course" / "sqeuclidean-0", pixels)
+    means = torch.stack([z[labels == label].mean(0) for label in labels.unique()])
+    _, _, directions = torch.linalg.svd(means - means.mean(0), full_matrices=False)
+    x, y = (z @ directions[:2].T).T
+    sizes = report.weights_of(z, COUPLING)
+    figure, axes = panels(1, 2, (9, 4.5), sharex=True, sharey=True)
+    for anchor, axis in enumerate(axes[0]):
+        axis.scatter(x, y, 4 * sizes[anchor], labels, cmap="tab10", alpha=0.5, lw=0)
+        axis.plot(x[anchor], y[anchor], "k*", ms=12)
+        axis.set(xticks=[], yticks=[], title=f"weights of anchor {anchor}")
+    return figure
+
+
 def neighbours(out: Path, pixels: Tensor, labels: Tensor):
     """Draw the cosine of the positive and of the nearest negatives over t: [4], Fig. 8."""
     generator = torch.Generator().manual_seed(0)
@@ -319,9 +241,10 @@ def neighbours(out: Path, pixels: Tensor, labels: Tensor):
     return figure
 
 
-RECORDED = {"curves": curves, "curves-effective": curves_effective, "long": long, "cause": cause}
-RECORDED |= {"losses": losses, "forces": forces}
-OF_ENCODERS = {"histograms": histograms, "ranks": ranks, "neighbours": neighbours}
+RECORDED = {"curves": curves, "forces": forces}
+OF_ENCODERS = {"histograms": functools.partial(histograms, "hard-debiased")}
+OF_ENCODERS |= {"histograms-beta": functools.partial(histograms, "beta-6")}
+OF_ENCODERS |= {"ranks": ranks, "neighbours": neighbours, "weights": weights}
 
 
 def main():

@@ -180,6 +180,17 @@ finetune-tenth on cifar10, seeds 0 1 2: {GAMES} --fraction 0.1 --epochs 20 --pre
     DiffHard: {DIFFHARD}
 finetune-all on cifar10, seeds 0 1 2: {GAMES} --epochs 2
     SimCLR: --loss simclr
+beta-6 on cifar10, seeds 0: {BRIEF} --temperature 0.5 --tau-plus 0.1  # [1], Fig. 4
+    0: --loss debiased
+    {b}: --loss hcl --beta {b}
+    {b} = 0.5 2 6
+cost-course on cifar10, seeds 0: {BRIEF} --temperature 0.2 --loss ot --epsilon 0.3  # [2], Fig. 1, 6
+    sqeuclidean: --cost sqeuclidean
+    exp-0: --cost exp
+games-longer on cifar10, seeds 0: {GAMES} --fraction 0.05 --pretrain 4  # [3], Fig. 3
+    SimCLR-{e}: --loss simclr --epochs {e}
+    DiffHard-{e}: {DIFFHARD} --epochs {e}
+    {e} = 6 12
 classes-10 on tiny-10, seeds 0 1 2: {CLASSES} --fraction 1
     # 2 500 images of Tiny ImageNet
     simclr: --loss simclr --temperature 0.1
@@ -194,6 +205,7 @@ SHARED = {  # by several studies; SHORT: 10 000 images of CIFAR-10, LONG: 20 000
     "LONG": ["--fraction 0.4 --epochs 10 --lr 0.003"],
     "SIXTY": ["--epochs 60 --batch-size 256 --lr 0.003"],
     "GAMES": ["--batch-size 128 --lr 0.002 --temperature 0.2"],
+    "BRIEF": ["--fraction 0.1 --epochs 10 --batch-size 128 --lr 0.002"],
     "CLASSES": ["--size 32 --epochs 40 --lr 0.003"],
     "DIFFHARD": ["--method diffhard --width 16 --every 4"],
     "t": "0.07 0.1 0.2 0.3 0.5 1.0".split(),

@@ -4,10 +4,7 @@ losses: two views of B samples in D = 128 dimensions, float32, forward and backw
 libraries and dense formulas. The first row is the least that such a loss needs: three products
 (cosines, their gradient to anchors and to candidates) into preallocated memory. A row ends where a
 pass would take more than 20 s or, for a peer, more than 12 GiB, as estimated from the size before.
-`pip install pytorch-metric-learning lightly info-nce-pytorch POT` adds the peers, --old FILE an
-older hardneg.py.
-given: losses with negatives of each anchor's own, (B, K, D), over the dense formula: normalise,
-`torch.einsum`, `F.cross_entropy`.
+`pip install pytorch-metric-learning lightly info-nce-pytorch POT` adds the peers.
 mining: `mine` among random unit rows, beside an exact index of faiss (`pip install faiss-cpu`).
 loop: the encoder alone on views made before, which is the upper limit of any loop, and the training
 loop on images in memory.
@@ -20,7 +17,6 @@ allocator). losses and loop are recorded in results/, and --show prints them aga
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import math
 import platform
 import subprocess
@@ -99,8 +95,6 @@ def resident(key: str) -> float:
 def apart(args, name: str, size: int) -> float | None:
     """Measure the memory of a row in a process of its own; None if that fails."""
     words = [args.subject, "--one", name, "--sizes", str(size), "--device", args.device]
-    if args.old:
-        words += ["--old", str(args.old)]
     done = subprocess.run([sys.executable, __file__] + words, stdout=subprocess.PIPE)
     return float(done.stdout) if done.returncode == 0 else None
 
@@ -128,13 +122,6 @@ def heading(found: dict, what: str, rounds: list) -> str:
     return ", ".join(parts + [f"{name} {version}" for name, version in found["versions"].items()])
 
 
-def normal(shapes: list[tuple], device: str) -> list[Tensor]:
-    """Draw inputs of normal numbers that want a gradient."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(shape, generator=generator) for shape in shapes]
-    return [x.to(device).requires_grad_() for x in drawn]
-
-
 # ---- losses ------------------------------------------------------------------------------------
 
 
@@ -153,22 +140,13 @@ def products(x: Tensor, y: Tensor) -> None:
     torch.mm(cosines.T, z, out=to_candidates)
 
 
-def row_of(module, loss: str) -> Callable:
-    """Return a loss of hardneg.py, or of an older one, with its options."""
+def row_of(loss: str) -> Callable:
+    """Return a loss of hardneg.py with its options."""
     options = {"loss": loss, "temperature": TEMPERATURE, "beta": BETA, "epsilon": EPSILON}
     options["alpha"] = ALPHA
     if loss in ("hcl", "debiased"):
         options["tau_plus"] = TAU_PLUS
-    return functools.partial(module.contrastive_loss, **options)
-
-
-def add_old(path: Path) -> None:
-    """Add the losses of another hardneg.py as rows."""
-    spec = importlib.util.spec_from_file_location("old_hardneg", path)
-    module = sys.modules["old_hardneg"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for loss in [loss for loss in hardneg.PRESETS if loss in module.PRESETS]:
-        ROWS[f"old {loss}"], PEERS[f"old {loss}"] = row_of(module, loss), loss
+    return functools.partial(hardneg.contrastive_loss, **options)
 
 
 def cross_entropy(x: Tensor, y: Tensor) -> Tensor:
@@ -230,7 +208,7 @@ def metric_learning(x: Tensor, y: Tensor) -> Tensor:
 ROWS = {"three products": products}
 for loss in hardneg.PRESETS:
     if loss != "supcon":  # it is ppcl
-        ROWS[loss] = row_of(hardneg, loss)
+        ROWS[loss] = row_of(loss)
 ROWS |= {"F.cross_entropy": cross_entropy, "dense formula of [1]": dense_hcl}
 ROWS |= {"cost by rows, POT": dense_ot, "pytorch-metric-learning": metric_learning}
 ROWS["lightly"] = functools.partial(by_library, "lightly.loss", "NTXentLoss")
@@ -252,8 +230,10 @@ def one_pass(name: str, x: Tensor, y: Tensor) -> None:
 
 
 def views_of(size: int, device: str) -> list[Tensor]:
-    """Draw two views of half as many samples."""
-    return normal([(size // 2, DIM)] * 2, device)
+    """Draw two views of half as many samples, normal numbers that want a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(size // 2, DIM, generator=generator) for _ in range(2)]
+    return [x.to(device).requires_grad_() for x in drawn]
 
 
 def affordable(name: str, last: dict, size: int) -> bool:
@@ -267,8 +247,6 @@ def affordable(name: str, last: dict, size: int) -> bool:
 
 def losses(args) -> None:
     """Measure and record all rows at all sizes; or print the memory of one row."""
-    if args.old:
-        add_old(args.old)
     if args.one:
         one_pass(args.one, *views_of(16, args.device))  # load libraries, start threads
         x, y = views_of(args.sizes[0], args.device)
@@ -311,45 +289,13 @@ def show_losses(found: dict) -> str:
         times.append([name] + [f"{1000 * row['seconds']:.4g}" for row in some] + blank)
         memory.append([name] + [f"{row['memory']:.0f}" for row in some] + blank)
         if name in found["differences"]:
-            same = PEERS.get(name, name.removeprefix("old "))
-            line = [f"{name} / {same}", f"{found['differences'][name]:.0e}"]
-            for row, ours in zip(some, rows[same], strict=False):
+            line = [f"{name} / {PEERS[name]}", f"{found['differences'][name]:.0e}"]
+            for row, ours in zip(some, rows[PEERS[name]], strict=False):
                 line.append(f"{ratio(row['rounds'], ours['rounds']):.3g}")
             peers.append(line + blank)
     first = heading(found, f"D = {found['dim']}", some[0]["rounds"])
     written = [report.markdown(table) for table in (times, memory, peers)]
     return f"{first}\n" + "\n\n".join(written)
-
-
-# ---- given -------------------------------------------------------------------------------------
-
-
-def dense(x: Tensor, y: Tensor, given: Tensor) -> Tensor:
-    """Compute the loss with one matrix of logits, (B, 1 + K)."""
-    x, y, given = [F.normalize(z, dim=-1) for z in (x, y, given)]
-    own = (x * y).sum(-1, keepdim=True)
-    logits = torch.cat([own, torch.einsum("bd,bkd->bk", x, given)], 1) / TEMPERATURE
-    return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long, device=x.device))
-
-
-def given(args) -> None:
-    """Print the time of losses with eight negatives of each anchor's own."""
-    b, k = 1024, 8
-    inputs = normal([(b, DIM), (b, DIM), (b, k, DIM)], args.device)
-    x, y, n = inputs
-    values = {"dense": functools.partial(dense, x, y, n)}
-    for loss in ("simclr", "hcl", "hard", "triplet"):
-        values[loss] = functools.partial(row_of(hardneg, loss), x, y, negatives=n)
-
-    def one_pass(name):
-        torch.autograd.grad(values[name](), inputs, allow_unused=True)
-
-    passes = {name: functools.partial(one_pass, name) for name in values}
-    times = rounds_of(passes, args.rounds, 0)
-    lines = [["loss", "ms", "times the dense formula"]]
-    for name, some in times.items():
-        lines.append([name, f"{1000 * median(some):.2f}", f"{ratio(some, times['dense']):.2f}"])
-    print(f"B = {b}, K = {k}, D = {DIM}, {args.rounds} rounds\n{report.markdown(lines)}")
 
 
 # ---- mining ------------------------------------------------------------------------------------
@@ -451,9 +397,9 @@ def show_loop(found: dict) -> str:
     return f"{heading(found, what, rates[name])}\n{report.markdown(lines)}"
 
 
-SUBJECTS = {"losses": losses, "given": given, "mining": mining, "loop": loop}
+SUBJECTS = {"losses": losses, "mining": mining, "loop": loop}
 SIZES = {"losses": [2**k for k in range(8, 15)], "mining": [10**6]}
-ROUNDS = {"losses": 7, "given": 31, "mining": 5, "loop": 9}
+ROUNDS = {"losses": 7, "mining": 5, "loop": 9}
 SHOWN = {"losses": show_losses, "loop": show_loop}
 
 
@@ -464,7 +410,6 @@ def main():
     parser.add_argument("--sizes", type=int, nargs="+", help="2B of losses, documents of mining")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--device", default=train.FLAGS["device"][1])
-    parser.add_argument("--old", type=Path, metavar="FILE", help="another hardneg.py, for losses")
     parser.add_argument("--one", metavar="ROW", help="print the memory of one row alone")
     args = parser.parse_args()
     args.sizes = args.sizes or SIZES.get(args.subject)

@@ -4,8 +4,8 @@ claims judges what the papers claim, and we. A gain is the mean difference of tw
 paired by seed, ± half the width of Student's 95 % interval. A claim holds where that lies above 0,
 fails where it lies below 0, and is open where it includes 0; in bold it does so with Holm's
 correction for all differences of the table, too. The others: cause, the tables of
-studies/cause.md; course, kNN in the course of the runs of `long`; table1, uniformity and tolerance
-of `tiny-t`, as in Table 1 of [4]; brief, those of ../README.md; explicit and graphs, of programs
+studies/cause.md; course and course-cost, kNN in the course of the runs of `long` and `cost-course`;
+table1, uniformity and tolerance of `tiny-t`, as in Table 1 of [4]; explicit and graphs, of programs
 that have gone. The references in brackets are those of ../hardneg.py.
 """
 
@@ -171,34 +171,8 @@ def measured(found: dict) -> list:
     return list(course.items())
 
 
-def brief() -> str:
-    """Write the tables of ../README.md: each loss on each set of images, and text."""
-    names = {"shapes": "shapes", "cifar10": "CIFAR-10", "tiny": "Tiny ImageNet"}
-    columns = []
-    for study in map(common.read, names):
-        some = next(iter(study.values()))
-        untrained = {"untrained encoder": [run["untrained"] for run in some]}
-        columns.append(study | untrained | {"raw pixels": [some[0]["raw"]]})
-    titles = {loss: f"`{loss}`" for loss in STUDIES["shapes"].rows}
-    titles |= {name: name for name in ("untrained encoder", "raw pixels")}
-    lines = [["loss"] + list(names.values())]
-    for row, title in titles.items():
-        lines.append([title] + [spread_of(column.get(row, []), "linear") for column in columns])
-    found, text = rows_of("code_search"), [["negatives, text", "MRR", "gain in MRR"]]
-    for row, words in IN_WORDS.items():
-        text.append([words, spread_of(found[row], "mrr"), gain_in(found, row, "mrr")])
-    return f"{report.markdown(lines)}\n\n{report.markdown(text)}"
-
-
 # ---- Text --------------------------------------------------------------------------------------
 
-IN_WORDS = {  # rows of ../README.md
-    "simclr": "`simclr`",
-    "hcl": "`hcl`",
-    "random": "`simclr`, 4 random documents more for each query",
-    "mined": "`simclr`, 4 mined documents more for each query",
-    "mined, debiased": "`debiased`, 4 mined",
-}
 OF_PAIRS = {"all": "two-way", "words": "words balanced", "blind": "blind balanced"}
 OF_PAIRS |= {"other": "other document", "mrr": "MRR"}
 
@@ -246,33 +220,16 @@ def pairs(record: str = "minimal_pairs") -> str:
     return f"{report.markdown(figures)}\n\n{report.markdown(gains)}"
 
 
-# ---- Small data --------------------------------------------------------------------------------
-
-OF_GRAPHS = {  # figures of [2], Table V, for InfoGraph, HCL and the coupling at four ε
-    "MUTAG": (86.8, 87.2, 87.2, 88.2, 87.5, 87.6),
-    "PTC": (55.3, 57.3, 56.8, 56.1, 55.8, 55.4),
-    "IMDBBINARY": (72.2, 72.8, 73.0, 72.7, 72.1, 72.5),
-    "IMDBMULTI": (49.6, 49.6, 49.8, 49.8, 50.0, 50.0),
-}
+# ---- Programs that have gone --------------------------------------------------------------------
 
 
-def explicit() -> str:
-    """Write how well queries find their documents."""
-    lines = [["loss", "right detail of 20, %", "right topic of 1000, %"]]
-    for row, values in common.read("explicit").items():
-        within, among = zip(*values, strict=True)
-        lines.append([row, report.spread(within), report.spread(among)])
-    return report.markdown(lines)
-
-
-def graphs() -> str:
-    """Write the accuracy on graphs, beside that of [2]."""
-    found = common.read("graphs")
-    lines = [[""] + list(OF_GRAPHS)]
-    for k, row in enumerate(found["MUTAG"]):
-        lines.append([row] + [report.spread(found[name][row]) for name in OF_GRAPHS])
-        if k > 0:  # [2] has no untrained network
-            lines.append([f"{row}, in [2]"] + [f"{some[k - 1]}" for some in OF_GRAPHS.values()])
+def kept(name: str) -> str:
+    """Write a record of a program that has gone, {row: {title: values}}."""
+    found = common.read(name)
+    titles = list(next(iter(found.values())))
+    lines = [[""] + titles]
+    for row, values in found.items():
+        lines.append([row] + [report.spread(values[title]) for title in titles])
     return report.markdown(lines)
 
 
@@ -287,32 +244,6 @@ def design() -> str:
     for weights in WEIGHTS:
         runs = [row_of("cause-search", f"{weights} {name}", t)[0] for name, t in columns]
         lines.append([weights] + [f"{run['linear']:.1f}" for run in runs])
-    return report.markdown(lines)
-
-
-def design_by_factor() -> str:
-    """Write what each factor changes in the design, paired by cell."""
-    found = {tuple(name.split(" ")): runs[0] for name, runs in rows_of("cause-search").items()}
-    factors = {  # what changes: weights or the objective, from and to
-        "gradient through tilted weights": ("tilted-held", "tilted"),
-        "gradient through the coupling": ("transported-held", "transported"),
-        "tilted weights, held": ("uniform", "tilted-held"),
-        "the coupling, held": ("uniform", "transported-held"),
-        "top": ("uniform", "top"),
-    }
-    for objective in list(OBJECTIVES)[1:]:
-        factors[f"{objective} in place of nce"] = ("nce", objective)
-    lines = [["factor", "cells", "linear", "kNN"]]
-    for factor, (before, after) in factors.items():
-        pairs = []
-        for cell, run in found.items():
-            changed = tuple(after if part == before else part for part in cell)
-            if changed != cell and changed in found:
-                pairs.append((found[changed], run))
-        line = [factor, f"{len(pairs)}"]
-        for figure in ("linear", "knn"):
-            line.append(written([one[figure] - other[figure] for one, other in pairs]))
-        lines.append(line)
     return report.markdown(lines)
 
 
@@ -347,37 +278,12 @@ def factors() -> str:
     return report.markdown(lines)
 
 
-def warmer() -> str:
-    """Write what the gradient and the weights change at larger effective temperatures."""
-    shown = "gradient through tilted weights", "tilted weights, held"
-    lines = [["t_eff", f"{shown[0]}, linear", "kNN", f"{shown[1]}, linear", "kNN"]]
-    for t in EFFECTIVE[1:]:
-        one, other = [both_written("cause-t", FACTORS[factor], t) for factor in shown]
-        lines.append([f"{t}", *one, *other])
-    return report.markdown(lines)
-
-
-def long_run() -> str:
-    """Write what weights gain in 60 epochs over a plain loss: at their t, at that of held ones."""
-    rows = {"held": "tilted-held", "with their gradient": "tilted"}
-    rows["the same, τ⁺ = 1/N: `hcl 0.1`"] = "hcl 0.1"
-    lines = [["tilted weights, t = 0.1"]]
-    lines[0] += ["over `simclr` at 0.1, linear", "kNN", "over `simclr` at 0.067, linear", "kNN"]
-    for title, row in rows.items():
-        over = [both_written("long", f"{row} − simclr{t}") for t in ("", " 0.067")]
-        lines.append([title, *over[0], *over[1]])
-    return report.markdown(lines)
-
-
 def cause() -> str:
     """Write the tables of cause.md, each below a title."""
     tables = {"linear readout, %, one run a cell": design()}
-    tables["the same by factor, paired by cell"] = design_by_factor()
     for name, title in SETS.items():
         tables[f"{title}, five seeds"] = cells(name)
     tables["one factor at a time: points, with 95 % intervals"] = factors()
-    tables["at larger effective temperatures, CIFAR-10, three seeds"] = warmer()
-    tables["CIFAR-10, 60 epochs, three seeds"] = long_run()
     return "\n\n".join(f"{title}\n{table}" for title, table in tables.items())
 
 
@@ -517,8 +423,9 @@ def claims() -> str:
     return report.markdown([heading] + lines)
 
 
-TABLES = {"claims": claims, "cause": cause, "course": course, "table1": table1, "brief": brief}
-TABLES |= {"explicit": explicit, "graphs": graphs}
+TABLES = {"claims": claims, "cause": cause, "course": course, "table1": table1}
+TABLES |= {name: functools.partial(kept, name) for name in ("explicit", "graphs")}
+TABLES["course-cost"] = functools.partial(course, "cost-course")
 
 
 def main():
