@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import re
 import sys
 from functools import cache, partial
@@ -10,6 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # as when a program is run
 import common
 import debias
+import formula
+import numpy as np
 import papers
 import pytest
 import rows
@@ -150,6 +153,37 @@ class TestStudies:
             "| 2 | 41.0 ± 1.4 | +1.0 ± 0.0 |",
             f"| 4 | 45.0 ± 1.4 | +3.5 ± {factor * 0.5:.1f} |",
         ]
+
+
+class TestFormula:
+    """benchmarks/formula.py: rows with weights beside a plain curve."""
+
+    def test_a_row_that_is_plain_at_its_temperature_has_no_gap(self, monkeypatch):
+        """Where the curve is straight over log t, and only over the seeds that both have."""
+
+        def row_of(kind, t, beta, seeds):
+            cold = formula.Row("x", kind, t, beta, 0.0, 0.2, {}).cold()
+            values = {seed: np.array([10 * seed + math.log(cold)]) for seed in seeds}
+            return formula.Row("x", kind, t, beta, 0.0, 0.2, {"linear": values, "knn": values})
+
+        curve = [row_of("plain", 0.1, 0, [0, 1]), row_of("plain", 0.4, 0, [1, 2, 3])]
+        monkeypatch.setattr(formula, "CURVES", {"x": curve})
+        for kind, c in (("tilted", 2), ("tilted, held", 1), ("`ot`, held", 1)):
+            row = row_of(kind, 0.2 * (1 + 0.5 * c), 0.5, [1, 2, 4])
+            assert row.is_reached() and row.cold() == pytest.approx(0.2)
+            assert row.gaps("knn", row.cold()) == pytest.approx(0, abs=1e-12)
+            assert row.gaps("knn", row.t) == pytest.approx(-math.log(1 + 0.5 * c))
+        assert not row_of("tilted", 0.15, 0.5, [1]).is_reached()
+        assert not row_of("tilted", 0.3, 0.5, [0]).is_reached()
+
+    def test_sigma_by_uniformity_is_as_the_page_says(self):
+        """Of two records that have both; at β = 6 the mean cosine is not 0."""
+        ratios = []
+        for [run] in (common.read("beta-6") | common.read("cost-course")).values():
+            if run["options"].get("beta") != 6:
+                ratios.append(formula.normal_of(run) / run["history"][-1]["spread"])
+        said = f"is\n{min(ratios):.2f} to {max(ratios):.2f} times σ"
+        assert said in PAGES[FOLDER / "studies" / "formula.md"]
 
 
 class TestRecords:
