@@ -79,7 +79,7 @@ class Row(NamedTuple):
         """Return whether the plain curve has t and t̂; 0.067 stands for 0.2/3."""
         curve = CURVES[self.setting]
         inside = self.cold() > 0.99 * curve[0].t and self.t < 1.01 * curve[-1].t
-        return inside and all(self.gaps("knn", t) is not None for t in (self.t, self.cold()))
+        return inside and all(self.gaps("knn", of(self)) is not None for of in PLACES.values())
 
 
 PLACES = {"t": lambda row: row.t, "t/(1 + β)": lambda row: row.at(1), "t̂": Row.cold}
