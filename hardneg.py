@@ -12,7 +12,7 @@ Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     a           anchors in a block, as large batches are worked in blocks
-    M           positives of an anchor: V − 1, the other views of its sample, or named rows
+    M           positives: V − 1, or named rows; N more, masked if they are none, by labels
     N           in shapes: columns, V·B of each rank, or K, the rows of `negatives`
     N, N_i      in formulas: the candidates of anchor i, its columns that are not masked
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
@@ -25,8 +25,8 @@ Symbols
     epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
 
-The loss: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding, 7 Large batches
-and ranks, 8 Numerics and checks. Training with it: 9 Views, 10 Encoders, 11 Generators, 12 Training
+To copy: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding, 7 Large batches
+and ranks, 8 Numerics and checks. To train with it: 9 Views, 10 Encoders, 11 Generators, 12 Training
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -61,10 +61,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
-__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "answer", "ContrastiveLoss"]
-__all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "published", "exact"]
-__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "mine", "draw", "gather"]
-__all__ += ["unit", "InvalidArgument"]
+__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "answer", "ContrastiveLoss", "mine"]
+__all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "draw", "gather"]
+__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "published", "exact", "unit"]
+__all__ += ["InvalidArgument"]
 
 INF = math.inf
 
@@ -90,7 +90,6 @@ PAPERS = {
     "ot": {"temperature": 0.5, "epsilon": 0.5},  # [2] Table II; its temperature is that of [1]
     "hard": {"temperature": 1.0, "alpha": 0.0819},  # [4] Table 1: 4095 of 49 999
     "hard-simple": {"alpha": 0.0819},
-    "ppcl": {"temperature": 0.5},  # [3] prints none
 }
 
 
@@ -99,27 +98,27 @@ class Options(TypedDict, total=False):
 
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
-                    log weights, finite or −∞; with τ⁺ > 0 it also gets several positives, (a, M).
-                    Masked logits are −1e30: set these to 0 first if they could overflow
+                    log weights, finite or −∞; with τ⁺ > 0 called again with several positives,
+                    (a, M), alone. Masked logits are −1e30: set these to 0 if they could overflow
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
-                    log weights (a, N) of candidates → losses (a,)
+                    log weights (a, N) of candidates → losses (a,). Absent positives are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
-    beta            β of tilted
-    alpha           α of top
+    beta, alpha     β of tilted, α of top
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
     margin          η of triplet
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, products have to be cosines
     detach_weights  no gradient through the weights. None: True for transported, else False
-    debias          `published` or `exact`; "exact" needs uniform, tilted, top or hardest weights
+    debias          "published" or "exact"; for uniform, tilted, top, hardest, and no log_weights
     reduction       "none": one value for each anchor
     block_size      anchors in a block; results differ by rounding. 0: all, as always for negatives
                     (B, K, D). None: all up to 2^18 pairs on a CPU, 2^23 on a GPU. Blocks: memory
                     like A + N, no second derivative. What functions learn has to act on the first
                     anchor, too; random ones draw again in the backward pass of "none" losses"""
 
+    # type, default, and a range [low, high] or names: `settle` reads them
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -155,14 +154,10 @@ class Call(Options, total=False):
 def contrastive_loss(
     *views: Tensor, return_stats: Literal[False] = False, **call: Unpack[Call]
 ) -> Tensor: ...
-
-
 @overload
 def contrastive_loss(
     *views: Tensor, return_stats: Literal[True], **call: Unpack[Call]
 ) -> tuple[Tensor, dict[str, Tensor]]: ...
-
-
 def contrastive_loss(
     *views,
     negatives=None,
@@ -184,19 +179,19 @@ def contrastive_loss(
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
     positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample. They are
-                    no candidates, but a single view's positives, unless labels name these under
-                    ppcl. torch.arange(B) for negatives=y
+                    no candidates, but positives of a single view. torch.arange(B) for negatives=y
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     finite (A, N) or (N,), without a gradient: added to the rule's log weights.
                     Scores of a teacher; −log(K q_j) of K candidates drawn with probability q_j, or
-                    log q_i − log q_j to correct the logit of the positive, i, as well
+                    log q_i − log q_j, which corrects the logit of the positive, row i, as well
     labels          (B,), or (B + K,) with negatives (K, D), the last K of its rows. Samples of one
                     label are no negatives of each other. They are positives under ppcl, and of a
-                    single view without `positive_index`. Every number is a label
+                    single view without `positive_index`. Every number is a label, −1 as well
     group           a torch.distributed group: candidates are the views of all ranks, rank r's from
                     r·V·B on. `negatives` (K, D) must be the same on all: see `gather`. All ranks
-                    call together, with views of one shape, and DDP averages the gradients
+                    call together, with views of one shape, and DDP averages the gradients; it has
+                    to wrap the loss, too, if that learns
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
                     anchors where debiasing leaves nothing, or its floor; `ess`, (Σw)²/Σw² over N_i;
                     `positive`, `negative`, mean cosines; `spread`, standard deviation of an
@@ -213,7 +208,7 @@ def contrastive_loss(
         if options["weights"] == "transported":
             pairs = pairs._replace(potential=_potential(pairs, group, options))
         value = _evaluate(pairs, group, options)
-        if _may_read(value):  # also if the value is finite: a masked NaN shows in the gradient
+        if _may_read(value):  # a NaN that is masked leaves the value finite, but not the gradient
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
             for i, view in enumerate(views):
@@ -261,7 +256,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
         losses = triplet(t * pos, t * neg, log_w, options["margin"])
     else:
         log_negatives = log_sum(neg, log_w)  # (a,)
-        if options["tau_plus"] != 0:
+        if options["tau_plus"] != 0:  # None as well: 1 / (N_i + 1)
             found = _debiased(log_negatives, pos, neg, log_w, log_w_pos, log_n, pairs, options)
             log_negatives, clamped = found
         losses = OF_LOGITS[objective](pos, log_negatives)
@@ -282,7 +277,7 @@ class ContrastiveLoss(nn.Module):
         self.options = settle(self.given)  # to be read; a call settles what was given and its own
         for name, value in self.given.items():
             if isinstance(value, (nn.Parameter, nn.Module)):
-                setattr(self, name, value)  # so that it is trained, moved and saved
+                setattr(self, name, value)  # trained, moved and saved: `forward` reads it here
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
@@ -295,12 +290,13 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
-# another. What is masked has to stay so: add uniform(x) at the end. A rule that cannot weigh
-# positives, or gives near candidates less weight, has no "exact" debiasing: see `settle`.
-# To add a rule: its function, its branch in `by_rule`, its name in WEIGHTS, its option in Options.
+# another. What is masked has to stay so: add uniform(x) at the end, unless MASKED stays below FAR.
+# To add a rule: its function, its branch in `by_rule`, its option in Options, and its name in
+# WEIGHTS, in SCALED_TO_MEAN_ONE for weights of mean 1, and in FIT_FOR_EXACT if a positive has a
+# weight by the same function of its logit, which grows with the logit.
 
-WEIGHS_POSITIVES = ("uniform", "tilted", "hardest", "top")
-WEIGHTS = WEIGHS_POSITIVES + ("transported",)
+FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
+WEIGHTS = FIT_FOR_EXACT + ("transported",)
 OF_ALL_ANCHORS = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
 
@@ -319,14 +315,15 @@ def uniform(logits: Tensor) -> Tensor:
 def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), once scaled to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, Z_β estimated from candidates"""
-    # 1e-15 is rounding for what counts, and still gives MASKED no weight
+    # 1e-15 is rounding for what counts, and keeps MASKED far below it
     return max(beta, 1e-15) * logits
 
 
 def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, ties included.
+    In a loss it counts N_i times, as the weights are scaled to mean 1; in `top` it counts once.
     x (A, any number): logits to weigh by this threshold. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
-    return top(logits, 1e-9, x)
+    return top(logits, 1e-9, x)  # one, of up to 1e9
 
 
 def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
@@ -392,6 +389,8 @@ def weigh(pos, neg, log_n, pairs, options):
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas; without any it is below FAR, and no inf or NaN may come of it.
 # `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another.
+# To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
+# its branch in `answer`, its name in OBJECTIVES. `_line_up` says whose positives labels make.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -430,7 +429,8 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
 
 def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    The difference is 2 (cos_j − cos_m). Ref: [2] IV; at η = 0 on `hardest` twice [4] Eq. 6"""
+    The difference is 2 (cos_j − cos_m). Memory: A·M·N, so A·N² if labels make positives.
+    Ref: [2] IV; at η = 0 on `hardest` twice [4] Eq. 6"""
     differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
     hinges = F.relu(2 * differences + margin)
     return _mean_over_positives(_weighted_mean(hinges, log_w[:, None]), pos)
@@ -438,7 +438,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
 
 def _weighted_mean(x, log_w):
     """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension; 0 where nothing has a weight."""
-    x = x.masked_fill(torch.minimum(x, log_w) < FAR, 0)
+    x = x.masked_fill(torch.minimum(x, log_w) < FAR, 0)  # what is masked in either
     return (torch.softmax(log_w, -1) * x).sum(-1)
 
 
@@ -533,10 +533,16 @@ def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
 
 
 class _Pairs(NamedTuple):
+    """To add a field: name it in PER_ANCHOR if it has a row for each anchor (blocks cut it, ranks
+    gather it), in MAY_LEARN if it has a gradient (it is a tensor in every call). A mask has to be
+    in `plain` of `_mask_`, and in `symmetric` of `_couple` if it differs for i, j and j, i."""
+
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    own: Tensor  # (A, any number), the columns that show the anchor's sample; −1 for none
+    # columns of the anchor's sample, no candidates: in a batch its V views, the anchor as well;
+    # else those of positive_index. Different ones, and −1 for none
+    own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
@@ -556,8 +562,8 @@ class _Pairs(NamedTuple):
         return self._replace(**taken)
 
 
-PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")  # cut into blocks
-MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")  # others get no gradient
+PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")
+MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
 HELD = "held"  # stands for a tensor that a function of one's own holds
 
 
@@ -607,6 +613,7 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
 def _who(pairs, options):
     """Answer question 1: logits of positives (a, M) and of candidates (a, N), and N_i (a,)."""
     anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t
+    single = pos.shape[1] == 0  # a single view, whose positives are columns
     if pairs.candidates.ndim == 2:
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
@@ -615,9 +622,10 @@ def _who(pairs, options):
         alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
         _drop_(alike, pairs.own)
         pos = torch.cat([pos, alike], 1)  # (a, M + N)
-    elif pos.shape[1] == 0:  # a single view, whose positives are columns
+    if single and not pairs.alike:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
-        pos = neg[rows, pairs.own.clamp_min(0)].masked_fill(pairs.own < 0, MASKED)  # (a, P)
+        named = neg[rows, pairs.own.clamp_min(0)].masked_fill(pairs.own < 0, MASKED)  # (a, P)
+        pos = torch.cat([pos, named], 1)
     n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
     return pos, neg, n
 
@@ -625,8 +633,7 @@ def _who(pairs, options):
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd need not know: a masked logit has no share in a sum, so its gradient is 0 anyway. A new
-    mask is not `plain`; `_couple` has to know if it is not symmetric."""
+    Autograd need not know: a masked logit has no share in a sum, so its gradient is 0 anyway."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -647,7 +654,7 @@ def _mask_(neg, pos, pairs, options):
 @torch.no_grad()
 def _drop_(x, own):
     """Mask the columns own (A, any number) of each row of x, in place; −1 names none."""
-    values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)
+    values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)  # min(x, INF) is x
     x.scatter_reduce_(1, own.clamp_min(0), values, "amin")
 
 
@@ -658,7 +665,7 @@ def _limit(nearest, margins):
         limit = nearest - absolute
     if relative is not None:
         limit = torch.minimum(limit, nearest - relative * nearest.abs())
-    return limit
+    return limit.masked_fill(nearest < FAR, INF)  # without a positive all may be negatives
 
 
 @torch.no_grad()
@@ -730,7 +737,6 @@ def sinkhorn(
     the kernel and its mask are `symmetric`, it ends with the mean of both: f = g ← (f + g) / 2
     [10]. It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most `tolerance` (None: 1e-5, in float64
     1e-12), or warns after max_steps. A and N do not count fully masked rows and columns.
-
     Rate: let μ be the singular values of √(AN) P but the first, 1. A step multiplies the error by
     up to μ², near 1 for clustered rows at ε = 0.1: hundreds of steps. A symmetric one multiplies by
     |μ (1 − μ)| / 2, eigenvalues μ: 1/8 at most from μ = −0.2 up; near pairs at small ε have μ near
@@ -744,18 +750,19 @@ def sinkhorn(
         columns = (column_sums > FAR).sum().clamp_min(1)
         r = _zero_if_masked(row_sums)
         if step > 0:  # f and g are of the step before, and r tells how good they were
-            error = torch.expm1(f + r + rows.log()).abs().sum() / rows
+            errors = torch.expm1(f + r + rows.log()).masked_fill(row_sums < FAR, 0)
+            error = errors.abs().sum() / rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -r - rows.log()
-        g = (rows / columns).log() - _zero_if_masked(column_sums)
+        f = -r - rows.log()  # so that a row of P sums to 1 / rows
+        g = (rows / columns).log() - _zero_if_masked(column_sums)  # a column to 1 / columns
         if symmetric:
             f = g = (f + g) / 2
     return f, g, error
 
 
 def _log_sums(blocks, g):
-    """Compute log-sums of rows (A,), given g, and of columns (N,), with f = −these, at once."""
+    """Compute log-sums of rows (A,), given g, and of columns (N,), given f = −those, at once."""
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -829,13 +836,9 @@ def mine(
     positives       (n,), or (n, P) padded with −1: rows of own documents, not taken; None: row i
     labels          (N,): documents with the label of a query's own one are not taken
     absolute_margin, relative_margin   as in `contrastive_loss`, c that of the nearest own document
-    skip            how many of the nearest that are left to leave out as well
+    skip            leave out so many of the nearest, too, of those that are left
     scores          also return the cosines (n, k), −∞ for none
-
-    To train on them, embed them again, with a gradient, and mask the places of −1:
-        rows = mine(all_x, all_y, k)[batch]  # (B, k)
-        found = encoder(inputs[rows.clamp_min(0).flatten()]).unflatten(0, rows.shape)  # (B, k, D)
-        contrastive_loss(x, y, negatives=found, negative_mask=rows >= 0)
+    To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Cost: n·N·D, and memory of unit documents and of a block of cosines: 64 MB, or 128 rows"""
     _check_tensor("queries", queries, "floating", ("n", "D"))
     _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
@@ -868,7 +871,6 @@ def mine(
             torch.mm(queries[rows], documents.T, out=cosines)
             of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
             c = of_own.amax(1, keepdim=True)
-            c = c.masked_fill(c < FAR, INF)  # without an own document all may be found
             limit = _limit(c, (absolute_margin, relative_margin))
             if labels is not None:
                 for column in own.unbind(1):  # (a,)
@@ -902,7 +904,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The logits of a large batch do not fit into memory, so `answer` gets
-# blocks of anchors, some of them twice: no communication between ranks belongs there.
+# blocks of anchors. It runs once for each, with autograd if a mean or sum will need a gradient; for
+# "none" without, and again, with, in the backward pass; for the first anchor alone, to find what
+# functions learn; and for statistics. So it must not count calls, or communicate between ranks.
 
 # Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
 # them, and fresh pages cost more than a block's arithmetic.
@@ -916,12 +920,12 @@ def _evaluate(pairs, group, options):
         value, tally = _uncompiled(_in_blocks, pairs, options, size)
     else:
         found = answer(pairs, options)
-        value, tally = _total(found.losses, options), found.tally
+        value, tally = found.losses, found.tally
     if _may_read(tally):
         _warn_of(tally.tolist(), len(pairs.anchors), options)
     if options["reduction"] == "none":
         return value
-    count = tally[0]  # anchors without a positive are left out of the mean
+    value, count = value.sum(), tally[0]  # anchors without a positive are left out of the mean
     if group is not None:
         value, count = _over_ranks(value, count, group)
     return value / count.clamp_min(1) if options["reduction"] == "mean" else value
@@ -930,15 +934,11 @@ def _evaluate(pairs, group, options):
 def _warn_of(tally, n, options):
     """Warn if no anchor has a positive, or a candidate, or if debiasing leaves most of n nothing.
     By the default τ⁺ the floor marks solved anchors, so only a given one warns."""
-    for what, count in {"positive": tally[0], "candidate": tally[1]}.items():
+    for what, count in zip(("positive", "candidate"), tally, strict=False):
         if count == 0:
             _warn(f"none of {n} anchors has a {what}: check labels, masks and positive_index")
     if options["tau_plus"] and 2 * tally[2] > n:
         _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
-
-
-def _total(losses, options):
-    return losses if options["reduction"] == "none" else losses.sum()
 
 
 def _block_size(pairs, options):
@@ -951,7 +951,7 @@ def _block_size(pairs, options):
     at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
     if len(pairs.anchors) * columns <= at_once:
         return 0
-    return max(64, 4 * at_once // columns)  # 4 MB in float32 on a CPU
+    return max(64, 4 * at_once // columns)  # few blocks; 4 MB in float32 on a CPU
 
 
 def _slices(n, size):
@@ -978,13 +978,15 @@ class _InBlocks(torch.autograd.Function):
     def forward(ctx, pairs, options, size, names, *tensors):
         ctx.run = functools.partial(_run_blocks, pairs, options, size, names)
         if options["reduction"] == "none" or not tensors:
-            losses, tally, _ = ctx.run(tensors, None)
-            ctx.save_for_backward(pairs.candidates, *tensors)  # autograd tells if they change
+            value, tally, _ = ctx.run(tensors, None)  # (A,)
+            # the candidates for this alone: autograd tells if what is saved was changed in place
+            ctx.save_for_backward(pairs.candidates, *tensors)
         else:
             losses, tally, slopes = ctx.run(tensors, torch.ones_like(pairs.anchors[:, 0]))
+            value = losses.sum()
             ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(tally)
-        return _total(losses, options), tally
+        return value, tally
 
     @staticmethod
     def backward(ctx, by_value, _):
@@ -1183,21 +1185,21 @@ def settle(given: Options) -> Options:
         if options[name] is None:
             options[name] = value
     weights, objective = options["weights"], options["objective"]
-    if objective not in tuple(OF_LOGITS):
+    has_tau_plus = objective in tuple(OF_LOGITS)  # a function may have no hash
+    if not has_tau_plus:
         options["tau_plus"] = 0.0
     if options["detach_weights"] is None:
         options["detach_weights"] = weights == "transported"
     if options["debias"] == "exact":
-        fits = weights in WEIGHS_POSITIVES and objective in tuple(OF_LOGITS)
+        fits = weights in FIT_FOR_EXACT and has_tau_plus
         _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
     return options
 
 
 def _check_option(name, value):
     allowed = ALLOWED[name]
-    if value is None and DEFAULTS[name] is None:
-        return
-    if callable(value) and name in ("weights", "objective"):
+    is_function = callable(value) and name in ("weights", "objective")
+    if is_function or (value is None and DEFAULTS[name] is None):
         return
     if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
         value = value.item() if _may_read(value) else 1.0
@@ -1289,10 +1291,8 @@ def _check_rows(name, index, n):
 
 
 def _check_shared(negatives, group):
-    if group is None:
-        return
-    sums = gather(negatives.detach().double().sum()[None], group)  # of each rank
-    same = torch.allclose(sums, sums[:1])
+    sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
+    same = torch.allclose(sums, sums[:1], equal_nan=True)
     _require(same, "negatives", "another on each rank", "of all ranks: gather(negatives, group)")
 
 
@@ -1318,7 +1318,7 @@ def _describe(x):
 # Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
 
 __all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
-__all__ += ["Game", "SimCLR", "Bank", "DiffHard", "in_micro_batches", "Training", "RECIPES"]
+__all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]
 __all__ += ["annealed_beta", "lead_in"]
 
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
@@ -1804,7 +1804,7 @@ class DiffHard(SimCLR):
         z, other = self.embed_views(encoder, generator, batch, batch)
         # Step 2: train the main model: the loop descends this loss; its gradient reaches G as well
         loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
-        game.optimizers["ascent"].zero_grad()
+        game.optimizers["ascent"].zero_grad()  # before the loop's backward pass reaches G
         return loss, figures
 
     def after_step(self):
@@ -1844,7 +1844,7 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
 def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
     """Lower β in ℓ = changes steps over progress in [0, 1): β · (1 − ⌊ℓ · progress⌋ / ℓ), to β/ℓ.
     Hard negatives matter early; late, many of the hardest share the anchor's class. Ref: [1] C"""
-    return beta * (1 - math.floor(changes * progress) / changes)
+    return beta * (1 - int(changes * progress) / changes)
 
 
 def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:

@@ -441,6 +441,8 @@ DEBIASED = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}
 def _limit(positives, absolute_margin, relative_margin):
     """Return the largest cosine that a negative may have, from the cosines of the positives."""
     nearest, limit = _largest(positives).real, INF
+    if nearest == -INF:
+        return INF
     if absolute_margin is not None:
         limit = min(limit, nearest - absolute_margin)
     if relative_margin is not None:
@@ -470,7 +472,7 @@ def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, obj
         own_views = range(a % size, len(rows), size)
         excluded = own_views if bank is None else _own_rows(positive_index, a)
         positives = [_product(rows[a], rows[b]) for b in own_views if b != a]
-        if is_single and bank is not None and not by_label:
+        if is_single and bank is not None:
             positives = [_product(rows[a], candidates[a][j]) for j in excluded]
         negatives = [-INF] * len(candidates[a])
         for j, candidate in enumerate(candidates[a]):

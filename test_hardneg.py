@@ -739,6 +739,16 @@ class TestSinkhorn:
             for dim in (0, 1):
                 close(plan.sum(dim), allowed.any(dim) / allowed.any(dim).sum(), 1e-11)
 
+    @pytest.mark.parametrize("symmetric", [False, True])
+    def test_a_masked_sample_has_no_error(self, symmetric):
+        x = embeddings(1, 6, 3)
+        kernel = (x @ x.T).fill_diagonal_(-INF)
+        kernel[2] = kernel[:, 2] = -INF
+        f, g, error = couple(kernel, symmetric)
+        assert error <= 1e-12
+        rows = torch.exp(f[:, None] + kernel + g).sum(1)
+        close(rows, np.array([1, 1, 0, 1, 1, 1]) / 5, 1e-11)
+
     def test_nothing_allowed_is_no_error(self):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -1079,6 +1089,19 @@ class TestNamedPositives:
         index = torch.arange(5)
         found = contrastive_loss(x, negatives=y, positive_index=index, log_weights=-q.log())
         close(found, F.cross_entropy(wanted, index), 1e-12)
+
+    def test_margins_leave_an_anchor_without_a_positive_its_candidates(self):
+        x, y = embeddings(1, 2, 3, 4)
+        given = {"negatives": y, "positive_index": [0, 1, -1], "absolute_margin": 3.0}
+        _, stats = contrastive_loss(x, **given, return_stats=True)
+        assert stats["candidates"] == 1  # three, where no positive sets a limit, none elsewhere
+
+    @pytest.mark.parametrize("loss", ["simclr", "ppcl"])
+    def test_named_rows_are_positives_beside_labels(self, loss):
+        x, y = embeddings(1, 2, 3, 4)
+        given = {"negatives": y, "positive_index": torch.arange(3), "loss": loss}
+        value = contrastive_loss(x, **given)
+        close(contrastive_loss(x, **given, labels=[0, 1, 2, 3, 4, 5]), value, 1e-12)
 
     SAID = [("none of . anchors has a candidate", {"labels": [1, 1, 1]})]
     SAID += [
