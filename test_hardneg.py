@@ -1943,6 +1943,7 @@ class TestGather:
 
 
 # ---- Section 9: views
+@pytest.mark.filterwarnings("error")
 class TestViews:
     """Each transformation of `view` is torchvision's or does what its name says."""
 
@@ -2050,9 +2051,10 @@ class TestEncoder:
 
     @pytest.mark.parametrize("name, size, features", SIZES)
     def test_shapes(self, name, size, features):
-        encoder = hardneg.Encoder(name, dim=16, size=size).eval()
+        encoder = hardneg.Encoder(name, dim=300, size=size).eval()
         found, z = encoder(torch.rand(2, 3, size, size))
-        assert found.shape == (2, features) == (2, encoder.features) and z.shape == (2, 16)
+        assert found.shape == (2, features) == (2, encoder.features) and z.shape == (2, 300)
+        assert encoder.head[0].out_features == max(features, 600)
         close(z, encoder.head(found), 1e-5)
         if name != "small":
             side = encoder.backbone.conv1.kernel_size[0]
@@ -2378,11 +2380,11 @@ class TestTraining:
             return images / 255
 
         monkeypatch.setattr(hardneg, "view", view)
-        for seed in (0, 0, 1):
+        for seed in (0, 0, 1, 10**9):
             list(itertools.islice(begin(IMAGES, seed=seed), 2))
-        first, again, other = torch.stack(draws).chunk(3)
+        first, again, *others = torch.stack(draws).chunk(4)
         assert torch.equal(first, again)
-        assert len(torch.cat([first, other]).unique()) == 2 * first.numel()
+        assert len(torch.cat([first, *others]).unique()) == 3 * first.numel()
 
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, n, size, sizes):
@@ -2446,6 +2448,12 @@ class TestTraining:
         figures = tensors_of(list(training))
         assert {x.dtype for x in (*figures, *training.encoder.parameters())} == {torch.float32}
         assert len(figures) >= 7 and finite(*figures, *training.encoder.parameters())
+
+    def test_bfloat16_is_for_hardware_that_computes_in_it(self, monkeypatch):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+        found = [hardneg._has_bfloat16(torch.device(name)) for name in ("cpu", "cuda")]
+        assert found == [True, False]
 
     def test_weights_cached_by_autocast_do_not_outlive_a_step(self):
         layer, x = nn.Linear(2, 1), torch.ones(1, 2)
