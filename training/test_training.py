@@ -242,6 +242,7 @@ class TestCompare:
         found = {"b": row(12.0, 22.0, 32.5), "a": row(10.0, 20.0, 30.0)}
         header, _, *lines = compare.table_of(found).splitlines()
         assert "over `b`" in header and lines[1].endswith("| -2.2 ± 0.7 |")
+        assert lines[2:] == ["| untrained encoder | 5.0 ± 0.0 |  |", "| raw pixels | 5.0 |  |"]
         with_baseline = {"b": found["b"], "simclr": found["a"]}
         header, _, *lines = compare.table_of(with_baseline).splitlines()
         assert "over `simclr`" in header and lines[0].endswith("| +2.2 ± 0.7 |")
@@ -426,6 +427,7 @@ DEFAULTS = """
 --loss hcl --temperature 2 | temperature == 2.0
 --method bank --loss hard --lr 1 | lr == 1.0; batch_size == 64; temperature == 0.07
 --method bank --recipe sgd | lr == 0.03; momentum == 0.8
+--method queue | queue_size == 64; momentum == 0.9; epochs == 24
 --method diffhard | loss == 'ppcl'; temperature == 0.1; epochs == 6
 --loss hard --alpha --no-lead-in | alpha == 0.3; not lead_in
 """
@@ -660,7 +662,9 @@ class TestCommand:
     def test_help_of_the_flags_that_matter_fits_a_screen(self, flag, least, most, capsys):
         with pytest.raises(SystemExit):
             train.main([flag])
-        assert least < len(capsys.readouterr().out.splitlines()) < most
+        said = capsys.readouterr().out
+        assert least < len(said.splitlines()) < most
+        assert "(hcl, ppcl for diffhard)" in " ".join(said.split())
 
     @pytest.mark.parametrize("words, complaint", table(MISTAKES))
     def test_mistakes_are_named(self, words, complaint, tmp_path, monkeypatch, capsys):
