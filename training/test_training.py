@@ -160,11 +160,19 @@ class TestReport:
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
         z = hardneg.unit(torch.eye(6)[labels] + 0.1 * noise)
-        _, _, figure = report.draw_map({"untrained": noise, "trained": z}, labels, ["a", "b", "c"])
-        places = [x.get_offsets().data for x in figure.axes[1].collections[1:]]
+        _, _, figure = report.draw_map({"untrained": noise, "trained": z}, labels, [*"abcdefghijk"])
+        _, *of_classes = figure.axes[1].collections
+        assert len(of_classes) == 10  # there are no more colours
+        places = [x.get_offsets().data for x in of_classes[:3]]
         for one, other in itertools.combinations(places, 2):
             apart = np.linalg.norm(one.mean(0) - other.mean(0))
             assert apart > 5 * np.linalg.norm(one - one.mean(0), axis=1).mean()
+
+    def test_curves_show_each_figure_of_the_history(self):
+        history = [{"epoch": 1, "loss": 3.0}, {"epoch": 2, "loss": 2.0, "knn": 50.0}]
+        _, _, figure = report.draw_curves(history)
+        drawn = {x.get_label(): x.get_xydata().tolist() for axis in figure.axes for x in axis.lines}
+        assert drawn == {"loss": [[1, 3], [2, 2]], "knn": [[2, 50]]}
 
     def test_nearest_images_have_their_weights(self, few):
         """Of six images, three for each class; false negatives have another colour."""
@@ -399,13 +407,16 @@ class TestRuns:
         monkeypatch.setattr(runs.fcntl, "flock", Mock(side_effect=OSError(38, "not implemented")))
         finish(tmp_path)
 
-    def test_other_images_than_before_are_said(self, tmp_path, small_shapes):
+    def test_other_images_than_before_are_said_and_code_is_not_read(self, tmp_path, small_shapes):
         finish(tmp_path)
         (tmp_path / "results.json").unlink()
         state = runs.read_checkpoint(tmp_path, "cpu")
         runs.save_checkpoint(tmp_path, state | {"images": 77})
         with pytest.raises(InvalidArgument, match="as before, with 77 images"):
             finish(tmp_path)
+        runs.save_checkpoint(tmp_path, {"args": Path()})  # any class, whose code would run
+        with pytest.raises(Exception, match="^Weights only load failed"):
+            runs.read_checkpoint(tmp_path, "cpu")
 
 
 # ---- train.py
@@ -419,7 +430,7 @@ def options_of(words):
 # a command | what is true of its options
 DEFAULTS = """
 | loss == 'hcl'; epochs == 16; batch_size == 256; lr == 8e-3
-| temperature == 0.3; beta == 1.0; tau_plus == 0.1
+| temperature == 0.3; beta == 1.0; tau_plus == 0.1; margin == 0.0
 --loss simclr | temperature == 0.05; tau_plus is None; alpha == 0.3; lead_in
 --loss hard-simple | not lead_in; alpha == 0.1; epochs == 28
 --loss triplet | weights == 'top'; alpha == 0.1; margin == 0.5; epochs == 16; batch_size == 64
@@ -460,6 +471,8 @@ class TestOptions:
             patch.setattr(train, "run", Mock())
             patch.setattr(compare, "compare", Mock())
             train.act(train.parse(words.split()))
+            plans = [call.args[0] for call in compare.compare.call_args_list]
+        assert all(len(seeds) == 3 for plan in plans for seeds in plan.values())
         assert capsys.readouterr().out.strip().replace("\n", "; ") == said
 
     def test_each_option_has_an_effect_somewhere(self):
@@ -588,7 +601,6 @@ MISTAKES = """
 --loss hrad | invalid choice: 'hrad'
 --tempreature 1 | unrecognized arguments: --tempreature
 --alpha much | --alpha
---lr nan | lr is nan
 --lr 0 | lr is 0
 --epochs 0 | epochs is 0
 --batch-size 1 | batch_size is 1
@@ -603,6 +615,7 @@ MISTAKES = """
 --method moco | --method
 --fraction 0 | --fraction is 0
 --seed -1 | --seed is -1
+--seed 2000000000 | --seed is 2000000000
 --compare hcl --loss ot | --loss is ot
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
