@@ -12,7 +12,7 @@ Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     a           anchors in a block, as large batches are worked in blocks
-    M           positives: V − 1, or named rows; N more, masked if they are none, by labels
+    M           positives: V − 1 other views, or P named rows; by labels a column a candidate more
     N           in shapes: columns, V·B of each rank, or K, the rows of `negatives`
     N, N_i      in formulas: the candidates of anchor i, its columns that are not masked
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
@@ -101,7 +101,7 @@ class Options(TypedDict, total=False):
                     log weights, finite or −∞; with τ⁺ > 0 called again with several positives,
                     (a, M), alone. Masked logits are −1e30: set these to 0 if they could overflow
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
-                    log weights (a, N) of candidates → losses (a,). Absent positives are −1e30
+                    log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
     beta, alpha     β of tilted, α of top
@@ -111,7 +111,7 @@ class Options(TypedDict, total=False):
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, products have to be cosines
     detach_weights  no gradient through the weights. None: True for transported, else False
-    debias          "published" or "exact"; for uniform, tilted, top, hardest, and no log_weights
+    debias          "published", or "exact": if uniform, tilted, top or hardest, no log_weights
     reduction       "none": one value for each anchor
     block_size      anchors in a block; results differ by rounding. 0: all, as always for negatives
                     (B, K, D). None: all up to 2^18 pairs on a CPU, 2^23 on a GPU. Blocks: memory
@@ -315,8 +315,10 @@ def uniform(logits: Tensor) -> Tensor:
 def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), once scaled to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, Z_β estimated from candidates"""
-    # 1e-15 is rounding for what counts, and keeps MASKED far below it
-    return max(beta, 1e-15) * logits
+    log_w = beta * logits
+    if beta < 1e-9:  # β · MASKED would not stay below FAR
+        log_w = log_w + uniform(logits)
+    return log_w
 
 
 def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
@@ -370,8 +372,8 @@ def by_rule(logits, x, potential, t, options):
 def weigh(pos, neg, log_n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
-    sum to N_i, as uniform ones do. A positive gets the weight that a candidate of its logit would
-    have, at potential 0. A single one is its own weighted mean; only "exact" needs its weight."""
+    sum to N_i, as uniform ones do (a row without candidates is masked in neg alone). A positive has
+    the weight of a candidate of its logit, at potential 0; a single one needs it for "exact"."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -459,8 +461,8 @@ def published(log_all, log_positive, log_total, tau_plus, t):
     """Subtract the expected false negatives, with the share τ⁺, whatever the weights.
         log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),    W = Σ_j w_j
     log_all: log Σ_j w_j e^{s_j}; log_positive: log E⁺, the weighted mean of e^p over positives;
-    log_total: log W; (A,) each → (A,), and where the floor holds: as no cosine is below −1, no less
-    can be left. There the negatives get no gradient. Ref: [1] Eq. 2, Fig. 5 (without N)"""
+    log_total: log W; (A,) each, tau_plus as well → (A,), and where the floor holds: as no cosine is
+    below −1, no less can be left. There negatives get no gradient. Ref: [1] Eq. 2, Fig. 5 (no N)"""
     floor = log_total - 1 / t
     rest, nothing_left = _subtract(log_all, log_positive, log_total, tau_plus.log())
     clamped = (nothing_left | (rest < floor)) & (log_all > FAR)  # not without negatives
@@ -613,19 +615,18 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
 def _who(pairs, options):
     """Answer question 1: logits of positives (a, M) and of candidates (a, N), and N_i (a,)."""
     anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t
-    single = pos.shape[1] == 0  # a single view, whose positives are columns
     if pairs.candidates.ndim == 2:
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
         neg = torch.einsum("ad,and->an", anchors, pairs.candidates)
+    if pos.shape[1] == 0 and not pairs.alike:  # a single view: named rows are its positives
+        rows = torch.arange(len(neg), device=neg.device)[:, None]
+        named = neg[rows, pairs.own.clamp_min(0)]  # (a, P); neg.gather would save neg for autograd
+        pos = named.masked_fill(pairs.own < 0, MASKED)
     if pairs.by_label:
         alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
         _drop_(alike, pairs.own)
         pos = torch.cat([pos, alike], 1)  # (a, M + N)
-    if single and not pairs.alike:
-        rows = torch.arange(len(neg), device=neg.device)[:, None]
-        named = neg[rows, pairs.own.clamp_min(0)].masked_fill(pairs.own < 0, MASKED)  # (a, P)
-        pos = torch.cat([pos, named], 1)
     n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
     return pos, neg, n
 
@@ -633,7 +634,7 @@ def _who(pairs, options):
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd need not know: a masked logit has no share in a sum, so its gradient is 0 anyway."""
+    Autograd need not know: a masked logit has no share in a sum, nor a slope where all are."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -734,9 +735,9 @@ def sinkhorn(
     every step → f (A,), g (N,), error. Differentiable; autograd stores 2·A·N numbers for each step.
 
     A step scales rows, f_i ← −log Σ_j e^{log_kernel_ij + g_j}, then columns in the same way. Where
-    the kernel and its mask are `symmetric`, it ends with the mean of both: f = g ← (f + g) / 2
-    [10]. It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most `tolerance` (None: 1e-5, in float64
-    1e-12), or warns after max_steps. A and N do not count fully masked rows and columns.
+    the kernel and its mask are `symmetric`, it ends with the mean of both, f = g ← (f + g) / 2
+    [10]; of another kernel that is no coupling. It stops at an error Σ_i |Σ_j P_ij − 1/A| of
+    `tolerance` (None: 1e-5, in float64 1e-12), or warns after max_steps. Masked rows do not count.
     Rate: let μ be the singular values of √(AN) P but the first, 1. A step multiplies the error by
     up to μ², near 1 for clustered rows at ε = 0.1: hundreds of steps. A symmetric one multiplies by
     |μ (1 − μ)| / 2, eigenvalues μ: 1/8 at most from μ = −0.2 up; near pairs at small ε have μ near
@@ -755,14 +756,14 @@ def sinkhorn(
             if _stops(error, step, max_steps, tolerance):
                 break
         f = -r - rows.log()  # so that a row of P sums to 1 / rows
-        g = (rows / columns).log() - _zero_if_masked(column_sums)  # a column to 1 / columns
+        g = (rows / columns).log() - _zero_if_masked(column_sums)  # these are of f + log rows
         if symmetric:
             f = g = (f + g) / 2
     return f, g, error
 
 
 def _log_sums(blocks, g):
-    """Compute log-sums of rows (A,), given g, and of columns (N,), given f = −those, at once."""
+    """Compute log-sums of rows (A,), given g, and of columns (N,), for an f = −these, at once."""
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -870,8 +871,7 @@ def mine(
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
             of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
-            c = of_own.amax(1, keepdim=True)
-            limit = _limit(c, (absolute_margin, relative_margin))
+            limit = _limit(of_own.amax(1, keepdim=True), (absolute_margin, relative_margin))
             if labels is not None:
                 for column in own.unbind(1):  # (a,)
                     alike = labels[column.clamp_min(0), None] == labels
@@ -944,7 +944,7 @@ def _warn_of(tally, n, options):
 def _block_size(pairs, options):
     """Choose the anchors in a block, for a CPU's cache or to keep a GPU busy; 0: all at once."""
     if pairs.candidates.ndim == 3:
-        return 0  # these rows take D times the memory of their products: blocks would save little
+        return 0  # blocks would save little, as rows take D times the memory of products
     if options["block_size"] is not None:
         return options["block_size"]
     columns = len(pairs.candidates)
@@ -1048,7 +1048,7 @@ def _uncompiled(function, *arguments):
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks, with a gradient that is right once DDP has averaged it.
+    """Sum over ranks, with a gradient that is right once DDP has averaged it; "none" is not summed.
     DDP divides by the number of ranks what `gather` sums: so value is multiplied by it first."""
     totals = torch.stack([value.detach(), count])
     distributed.all_reduce(totals, group=group)

@@ -1561,6 +1561,13 @@ class TestDraw:
             chi = (found - expected)[used] ** 2 / expected[used]
             assert chi.sum() < 75  # of 11 degrees at most: 1e-11
 
+    @pytest.mark.parametrize("beta", [0.0, 1e-12, 1e-9, 1.0])
+    def test_what_is_masked_has_no_weight(self, beta):
+        log_w = hardneg.tilted(torch.tensor([[1.0, 2.0, hardneg.MASKED]]), beta)
+        assert hardneg.draw(log_w, 2).sort().values.tolist() == [[0, 1]]
+        with pytest.raises(hardneg.InvalidArgument, match="^k is 3; it must be at most 2"):
+            hardneg.draw(log_w, 3)
+
     @given(**MATRICES)
     def test_replay_and_no_repeats(self, seed, a, n):
         log_w = infinite(hardneg.uniform(masked(masked_logits(seed, a, n)))).repeat(50, 1)
