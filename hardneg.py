@@ -72,7 +72,7 @@ INF = math.inf
 
 PRESETS = {  # loss: weights, objective, τ⁺; None is 1 / (N_i + 1)
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
-    "debiased": ("uniform", "nce", None),  # [1] at β = 0
+    "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
     "hcl": ("tilted", "nce", None),  # [1] Eq. 2
     "ot": ("transported", "nce", 0.0),  # [2] Eq. 5, 8
     "hard": ("top", "nce", 0.0),  # [4] Eq. 9
