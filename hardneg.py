@@ -333,7 +333,7 @@ def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
     Ties with it are kept; alpha = k / N keeps the k nearest. x: as in `hardest`. Weights are 0 or
     1: [4] sums these. Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     # whole numbers, rounded down: 0.07 · 100 exceeds 7, and its ceiling would be 8
-    billionths = int(alpha * 10**9)
+    billionths = int(alpha * 1e9)
     most = -(-logits.shape[-1] * billionths // 10**9)
     n = (logits > FAR).sum(-1, keepdim=True)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)
@@ -440,8 +440,8 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
 
 def _weighted_mean(x, log_w):
     """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension; 0 where nothing has a weight."""
-    x = x.masked_fill(torch.minimum(x, log_w) < FAR, 0)  # what is masked in either
-    return (torch.softmax(log_w, -1) * x).sum(-1)
+    nothing = torch.minimum(x.amax(-1), log_w.amax(-1)) < FAR
+    return (torch.softmax(log_w, -1) * x).sum(-1).masked_fill(nothing, 0)
 
 
 def _mean_over_positives(x, pos):
@@ -627,8 +627,7 @@ def _who(pairs, options):
         alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
         _drop_(alike, pairs.own)
         pos = torch.cat([pos, alike], 1)  # (a, M + N)
-    n = _mask_(neg, pos, pairs, options)  # last: positives were read off neg
-    return pos, neg, n
+    return pos, neg, _mask_(neg, pos, pairs, options)  # last: positives were read off neg
 
 
 @torch.no_grad()
@@ -751,8 +750,9 @@ def sinkhorn(
         columns = (column_sums > FAR).sum().clamp_min(1)
         r = _zero_if_masked(row_sums)
         if step > 0:  # f and g are of the step before, and r tells how good they were
-            errors = torch.expm1(f + r + rows.log()).masked_fill(row_sums < FAR, 0)
-            error = errors.abs().sum() / rows
+            error = (
+                torch.expm1(f + r + rows.log()).abs().masked_fill(row_sums < FAR, 0).sum() / rows
+            )
             if _stops(error, step, max_steps, tolerance):
                 break
         f = -r - rows.log()  # so that a row of P sums to 1 / rows
@@ -846,6 +846,7 @@ def mine(
     _check_number("k", k, 1)
     _check_number("skip", skip, 0)
     n, size, device = len(queries), len(documents), queries.device
+    margins = absolute_margin, relative_margin
     if positives is None:
         _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
         positives = torch.arange(n, device=device)
@@ -870,13 +871,14 @@ def mine(
             own = positives[rows]  # (a, P)
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
-            of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
-            limit = _limit(of_own.amax(1, keepdim=True), (absolute_margin, relative_margin))
+            if margins != (None, None):
+                of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
+                limit = _limit(of_own.amax(1, keepdim=True), margins)
+                cosines.masked_fill_(cosines > limit, MASKED)
             if labels is not None:
                 for column in own.unbind(1):  # (a,)
                     alike = labels[column.clamp_min(0), None] == labels
                     cosines.masked_fill_(alike & (column >= 0)[:, None], MASKED)
-            cosines.masked_fill_(cosines > limit, MASKED)
             _drop_(cosines, own)
             top_k = cosines.topk(min(k + skip, size))
             nearest, index = top_k.values[:, skip:], top_k.indices[:, skip:]
@@ -910,7 +912,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
 # them, and fresh pages cost more than a block's arithmetic.
-torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
+torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _evaluate(pairs, group, options):
@@ -1292,7 +1294,7 @@ def _check_rows(name, index, n):
 
 def _check_shared(negatives, group):
     sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
-    same = torch.allclose(sums, sums[:1], equal_nan=True)
+    same = torch.allclose(sums, sums[0], equal_nan=True)
     _require(same, "negatives", "another on each rank", "of all ranks: gather(negatives, group)")
 
 

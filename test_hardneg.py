@@ -2341,8 +2341,9 @@ class TestTraining:
 
     @pytest.mark.parametrize("name, gap", [("simclr", 0.4), ("bank", 0.3)])
     def test_learns(self, name, gap):
-        seen = list(begin(IMAGES, name, epochs=12 if name == "bank" else 10))
-        assert seen[-3]["positive"] > seen[-3]["negative"] + gap
+        seen = list(begin(IMAGES, name, epochs=12))
+        gaps = [p["positive"] - p["negative"] for p in seen[-3:]]  # of the last epoch
+        assert sum(gaps) / 3 > gap  # one batch alone depends on rounding and on the draws
         assert name != "simclr" or seen[-1]["loss"] < seen[0]["loss"] - 0.5
 
     @pytest.mark.parametrize("name", METHODS)

@@ -305,6 +305,7 @@ class TestRuns:
         """A run that Ctrl-C stops within its second epoch ends as one that is not, to the bit.
         If each step takes minutes, each is saved."""
         words = f"--method {method} {METHODS[method]}".split()
+        monkeypatch.setattr(train.tqdm, "update", Mock(return_value=True))  # each step is shown
         options = train.parse(words)
         whole, wanted = finish(tmp_path / "whole", **options)
         clock, steps, step = itertools.count(step=60 * minutes), itertools.count(1), Training._step
@@ -615,7 +616,6 @@ MISTAKES = """
 --device abacus | --device is abacus
 --device cuda:77 | --device is cuda:77
 --device meta | --device is meta
---compare | --compare
 """
 
 
