@@ -750,9 +750,8 @@ def sinkhorn(
         columns = (column_sums > FAR).sum().clamp_min(1)
         r = _zero_if_masked(row_sums)
         if step > 0:  # f and g are of the step before, and r tells how good they were
-            error = (
-                torch.expm1(f + r + rows.log()).abs().masked_fill(row_sums < FAR, 0).sum() / rows
-            )
+            off = torch.expm1(f + r + rows.log()).masked_fill(row_sums < FAR, 0)
+            error = off.abs().sum() / rows
             if _stops(error, step, max_steps, tolerance):
                 break
         f = -r - rows.log()  # so that a row of P sums to 1 / rows
@@ -1483,8 +1482,7 @@ class MemoryBank(nn.Module):
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
         """Move the rows at index (B,), each at most once, towards embeddings z (B, D)."""
-        _check_tensor("z", z, "floating", ("B", self.rows.shape[1]))
-        _check_tensor("index", index, "whole", (len(z),))
+        _check_tensor("z", z, "floating", (len(index), self.rows.shape[1]))
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
 
