@@ -104,14 +104,13 @@ class Options(TypedDict, total=False):
                     log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
-    beta, alpha     β of tilted, α of top
+    beta, alpha, margin    β of tilted, α of top, η of triplet
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
-    margin          η of triplet
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, products have to be cosines
     detach_weights  no gradient through the weights. None: True for transported, else False
-    debias          "published", or "exact": if uniform, tilted, top or hardest, no log_weights
+    debias          "published"; "exact" takes uniform, tilted, top or hardest, τ⁺, no log_weights
     reduction       "none": one value for each anchor
     block_size      anchors in a block; results differ by rounding. 0: all, as always for negatives
                     (B, K, D). None: all up to 2^18 pairs on a CPU, 2^23 on a GPU. Blocks: memory
@@ -195,7 +194,7 @@ def contrastive_loss(
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
                     anchors where debiasing leaves nothing, or its floor; `ess`, (Σw)²/Σw² over N_i;
                     `positive`, `negative`, mean cosines; `spread`, standard deviation of an
-                    anchor's negative cosines; `candidates`, mean N_i
+                    anchor's negative cosines; `candidates`, mean N_i. NaN: a mean over none
 
     Takes floats of 16 bits or more, computes in float32 at least, autocast off. Values are not
     checked on a GPU or in compiled code. Cost: A·N·D; `transported` adds 2·A·N for each step of
@@ -292,8 +291,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
 # another. What is masked has to stay so: add uniform(x) at the end, unless MASKED stays below FAR.
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and its name in
-# WEIGHTS, in SCALED_TO_MEAN_ONE for weights of mean 1, and in FIT_FOR_EXACT if a positive has a
-# weight by the same function of its logit, which grows with the logit.
+# WEIGHTS, or in FIT_FOR_EXACT if a positive has a weight by the same function of its logit, which
+# grows with the logit; and in SCALED_TO_MEAN_ONE for weights of mean 1.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
@@ -392,7 +391,7 @@ def weigh(pos, neg, log_n, pairs, options):
 # debiased, "negatives" in formulas; without any it is below FAR, and no inf or NaN may come of it.
 # `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another.
 # To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
-# its branch in `answer`, its name in OBJECTIVES. `_line_up` says whose positives labels make.
+# its branch in `answer`, its name in OBJECTIVES. If labels make positives, see `by_label`.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -633,7 +632,8 @@ def _who(pairs, options):
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd need not know: a masked logit has no share in a sum, nor a slope where all are."""
+    Autograd does not know: nothing before this may save neg, and losses must be flat in what is
+    masked, as a sum is in what has no share; without any candidate they read none."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -737,11 +737,10 @@ def sinkhorn(
     the kernel and its mask are `symmetric`, it ends with the mean of both, f = g ← (f + g) / 2
     [10]; of another kernel that is no coupling. It stops at an error Σ_i |Σ_j P_ij − 1/A| of
     `tolerance` (None: 1e-5, in float64 1e-12), or warns after max_steps. Masked rows do not count.
-    Rate: let μ be the singular values of √(AN) P but the first, 1. A step multiplies the error by
-    up to μ², near 1 for clustered rows at ε = 0.1: hundreds of steps. A symmetric one multiplies by
-    |μ (1 − μ)| / 2, eigenvalues μ: 1/8 at most from μ = −0.2 up; near pairs at small ε have μ near
-    −1. Masks that force an unmasked P_ij to 0 take about 1/error steps, and may leave no coupling:
-    no label can have over half the anchors. Ref: [2] Eq. 5"""
+    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P: near 1,
+    for hundreds of steps, if rows cluster and ε is 0.1. A symmetric one multiplies it by up to
+    |μ (1 − μ)| / 2, at most 1/8 for eigenvalues from −0.2 up; near pairs have μ near −1. Masks that
+    force P_ij to 0 take 1/error steps; a label of over half the anchors leaves none. [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -755,7 +754,7 @@ def sinkhorn(
             if _stops(error, step, max_steps, tolerance):
                 break
         f = -r - rows.log()  # so that a row of P sums to 1 / rows
-        g = (rows / columns).log() - _zero_if_masked(column_sums)  # these are of f + log rows
+        g = (rows / columns).log() - _zero_if_masked(column_sums)  # column_sums: with f + log rows
         if symmetric:
             f = g = (f + g) / 2
     return f, g, error
@@ -905,9 +904,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The logits of a large batch do not fit into memory, so `answer` gets
-# blocks of anchors. It runs once for each, with autograd if a mean or sum will need a gradient; for
-# "none" without, and again, with, in the backward pass; for the first anchor alone, to find what
-# functions learn; and for statistics. So it must not count calls, or communicate between ranks.
+# blocks of anchors. It must not count its calls, or communicate between ranks, as these call it:
+#     _evaluate      all anchors at once     with autograd, if the caller has it
+#     _run_blocks    each block              with, if needed; for "none" without, then again with
+#     _held          the first anchor        with, to find what functions learn
+#     _statistics    the first 2^20 pairs    without
 
 # Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
 # them, and fresh pages cost more than a block's arithmetic.
@@ -1321,7 +1322,6 @@ def _describe(x):
 __all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
 __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]
 __all__ += ["annealed_beta", "lead_in"]
-
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
 
@@ -1888,8 +1888,8 @@ class Training:
     seed         of order, views and latents: the same seed repeats the run, on a GPU up to rounding
     A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth of
     an epoch, statistics, too. A loss that is not finite raises, on a GPU only with statistics.
-    Epochs below 0 are the pre-training. One process alone trains; for more, write a loop with
-    DistributedDataParallel, and give the loss its group."""
+    Epochs below 0 are the pre-training, without "loss". One process alone trains; for more, write a
+    loop with DistributedDataParallel, and give the loss its group."""
 
     parts = ("encoder", "method", "optimizer")  # these have a state
 
