@@ -541,8 +541,8 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of the anchor's sample, no candidates: in a batch its V views, the anchor as well;
-    # else those of positive_index. Different ones, and −1 for none
+    # The columns that show the anchor's sample are no candidates. In a batch they are its V views,
+    # the anchor too; else those of positive_index. They differ, and −1 is none
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
@@ -593,7 +593,7 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
     if v > 1:
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
     t = options["temperature"]
-    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # 16 bits: too few for its gradient
+    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs more than 16 bits
     found = {"alike": negatives is None}
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
@@ -623,17 +623,17 @@ def _who(pairs, options):
         named = neg[rows, pairs.own.clamp_min(0)]  # (a, P); neg.gather would save neg for autograd
         pos = named.masked_fill(pairs.own < 0, MASKED)
     if pairs.by_label:
-        alike = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
-        _drop_(alike, pairs.own)
-        pos = torch.cat([pos, alike], 1)  # (a, M + N)
+        of_label = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
+        _drop_(of_label, pairs.own)
+        pos = torch.cat([pos, of_label], 1)  # (a, M + N)
     return pos, neg, _mask_(neg, pos, pairs, options)  # last: positives were read off neg
 
 
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd does not know: nothing before this may save neg, and losses must be flat in what is
-    masked, as a sum is in what has no share; without any candidate they read none."""
+    Autograd does not know. So nothing before this may save neg, and no loss may have a slope in a
+    masked logit: it has no share in a sum, and an objective does not read an empty sum."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -875,8 +875,8 @@ def mine(
                 cosines.masked_fill_(cosines > limit, MASKED)
             if labels is not None:
                 for column in own.unbind(1):  # (a,)
-                    alike = labels[column.clamp_min(0), None] == labels
-                    cosines.masked_fill_(alike & (column >= 0)[:, None], MASKED)
+                    of_label = labels[column.clamp_min(0), None] == labels
+                    cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
             _drop_(cosines, own)
             top_k = cosines.topk(min(k + skip, size))
             nearest, index = top_k.values[:, skip:], top_k.indices[:, skip:]

@@ -79,7 +79,8 @@ class Row(NamedTuple):
         """Return whether the plain curve has t and t̂; 0.067 stands for 0.2/3."""
         curve = CURVES[self.setting]
         inside = self.cold() > 0.99 * curve[0].t and self.t < 1.01 * curve[-1].t
-        return inside and all(self.gaps("knn", of(self)) is not None for of in PLACES.values())
+        gaps = [self.gaps("knn", of(self)) for of in PLACES.values()]
+        return inside and all(gap is not None for gap in gaps)
 
 
 PLACES = {"t": lambda row: row.t, "t/(1 + β)": lambda row: row.at(1), "t̂": Row.cold}
