@@ -1113,8 +1113,8 @@ class TestNamedPositives:
     @pytest.mark.parametrize("block_size", [0, 1])
     def test_a_warning_is_said_once_and_of_all_anchors(self, block_size):
         x, y = embeddings(1, 2, 3, 4)
-        mask = torch.ones(3, 3, dtype=torch.bool)
-        mask[:2] = False  # the third anchor has candidates
+        mask = torch.zeros(3, 3, dtype=torch.bool)
+        mask[2, 0] = True  # one candidate in all
         given = {"negatives": y, "block_size": block_size}
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
