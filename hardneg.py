@@ -1,5 +1,5 @@
 """Hard-negative contrastive learning in one file, to be copied into projects.
-Version 2.0.0. Copyright 2026 the hardneg authors. MIT licence.
+Version 2.0.0, Python ≥ 3.11, torch ≥ 2.10. Copyright 2026 the hardneg authors. MIT licence.
 
 An encoder learns by pulling two views of a sample together and pushing other samples, the
 negatives, away. Which ones, and how much, decides how good it gets. Methods answer three questions:
@@ -114,8 +114,9 @@ class Options(TypedDict, total=False):
     reduction       "none": one value for each anchor
     block_size      anchors in a block; results differ by rounding. 0: all, as always for negatives
                     (B, K, D). None: all up to 2^18 pairs on a CPU, 2^23 on a GPU. Blocks: memory
-                    like A + N, no second derivative. What functions learn has to act on the first
-                    anchor, too; random ones draw again in the backward pass of "none" losses"""
+                    like A + N, no second derivative. Functions that learn something, which has to
+                    act on the first anchor, get all; random ones draw again in the backward pass
+                    of "none" losses"""
 
     # type, default, and a range [low, high] or names: `settle` reads them
     loss: Annotated[str, "simclr", PRESETS]
@@ -452,49 +453,48 @@ OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # 
 OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show what their e^s
-# is, so their expected sum can be subtracted. Their share of the weight is τ_i, not τ⁺, if weights
-# prefer the near. `published` is [1]'s formula, with τ⁺; `exact`, with τ_i, follows from [1]'s q.
+# is, so their expected part of the weighted mean of e^s can be subtracted. It is τ_i, not τ⁺, if
+# weights prefer the near. `published` is [1]'s formula, with τ⁺; `exact`, with τ_i, follows from
+# its q. In both, E = Σ_j w_j e^{s_j} / W with W = Σ_j w_j, and E⁺ is the mean e^p of positives.
 
 
-def published(log_all, log_positive, log_total, tau_plus, t):
+def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the expected false negatives, with the share τ⁺, whatever the weights.
-        log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺),  W e^{−1/t} ),    W = Σ_j w_j
-    log_all: log Σ_j w_j e^{s_j}; log_positive: log E⁺, the weighted mean of e^p over positives;
-    log_total: log W; (A,) each, tau_plus as well → (A,), and where the floor holds: as no cosine is
-    below −1, no less can be left. There negatives get no gradient. Ref: [1] Eq. 2, Fig. 5 (no N)"""
-    floor = log_total - 1 / t
-    rest, nothing_left = _subtract(log_all, log_positive, log_total, tau_plus.log())
-    clamped = (nothing_left | (rest < floor)) & (log_all > FAR)  # not without negatives
+        log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
+    log_mean: log E; log_mean_pos: log E⁺; tau_plus: τ⁺; (A,) each → (A,), and where the floor
+    holds: as no cosine is below −1, no less can be left. There negatives get no gradient.
+    Ref: [1] Eq. 2, Fig. 5, where N is missing"""
+    floor = -1 / t
+    rest, nothing_left = _subtract(log_mean, log_mean_pos, tau_plus.log())
+    clamped = nothing_left | (rest < floor)
     return torch.where(clamped, floor, rest), clamped
 
 
-def exact(log_all, log_positive, log_total, log_share, least, most):
+def exact(log_mean, log_mean_pos, log_share, least, most):
     """Subtract the expected false negatives with their share τ_i of the weight.
-        log( (Σ_j w_j e^{s_j} − W τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
-    log_share (A,): log τ_i of `class_share`. least: log of W times the published mean for uniform
-    weights, as hard weights raise a mean; most: of W times the largest e^s. The result is least
-    where nothing is left, as at τ_i ≥ 1, and where least > most. Use it at t ≥ 0.3, with four or
-    more positives that are samples of the class. → it, and where nothing is left. Ref: [1], q_β⁻"""
-    rest, nothing_left = _subtract(log_all, log_positive, log_total, log_share)
-    clamped = nothing_left & (log_all > FAR)
+        log( (E − τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
+    log_share: log τ_i of `class_share`; least: the published mean for uniform weights, as hard
+    weights raise a mean; most: the largest logit; (A,) each → (A,), and where nothing is left, as
+    at τ_i ≥ 1. There it is least, and where least > most, too. Use it at t ≥ 0.3, with four or more
+    positives that are samples of the class. Ref: [1], q_β⁻"""
+    rest, nothing_left = _subtract(log_mean, log_mean_pos, log_share)
     rest = torch.minimum(rest, most).maximum(least)
-    return torch.where(clamped, least, rest), clamped
+    return torch.where(nothing_left, least, rest), nothing_left
 
 
-def class_share(pos, log_w_pos, log_n, log_total, tau_plus):
+def class_share(pos, log_w_pos, log_mean_w, tau_plus):
     """Compute log τ_i (A,), τ_i the share of all weight that the anchor's class has.
         τ_i = τ⁺ (1/M Σ_m w⁺_m) / (W / N),     w⁺ and w by one function of the logit
     At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
     m = (pos > FAR).sum(1).clamp_min(1).to(pos.dtype)
-    log_mean_pos = log_sum(log_w_pos) - m.log()
-    return tau_plus.log() + log_mean_pos - log_total + log_n
+    return tau_plus.log() + log_sum(log_w_pos) - m.log() - log_mean_w
 
 
-def _subtract(log_all, log_positive, log_total, log_share):
-    """Compute log( (Σ_j w_j e^{s_j} − W τ E⁺) / (1 − τ) ), and where nothing is left."""
-    log_false = log_total + log_share + log_positive
-    rest = _log_difference(log_all, log_false) - _log_difference(0, log_share)
-    return rest, (log_false >= log_all) | (log_share >= 0)
+def _subtract(log_mean, log_mean_pos, log_share):
+    """Compute log( (E − τ E⁺) / (1 − τ) ), and where nothing is left."""
+    log_false = log_share + log_mean_pos
+    rest = _log_difference(log_mean, log_false) - _log_difference(0, log_share)
+    return rest, (log_false >= log_mean) | (log_share >= 0)
 
 
 def _log_difference(x, y):
@@ -503,8 +503,8 @@ def _log_difference(x, y):
     return x + torch.log(-torch.expm1(gap.masked_fill(gap >= 0, -1)))
 
 
-def _log_mean(pos, log_w_pos):
-    """Compute the log of the weighted mean of e^p; the plain mean if no positive has a weight."""
+def _log_mean_pos(pos, log_w_pos):
+    """Compute log E⁺, by weights; the plain mean if no positive has a weight."""
     # absent positives get 2 · MASKED: so those present share equally if `top` gives them all MASKED
     shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
     return log_sum(pos, shares)
@@ -518,25 +518,28 @@ def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
         tau_plus = torch.full_like(log_n, options["tau_plus"])
     of_mean_one = options["weights"] in ("uniform", *SCALED_TO_MEAN_ONE)
     of_mean_one = of_mean_one and pairs.log_weights is None
-    log_total = log_n if of_mean_one else log_sum(log_w)
-    log_positive = _log_mean(pos, log_w_pos)
+    log_total = log_n if of_mean_one else log_sum(log_w)  # log W
+    log_mean, log_mean_pos = log_all - log_total, _log_mean_pos(pos, log_w_pos)
     if options["debias"] == "published":
-        return published(log_all, log_positive, log_total, tau_plus, pairs.t)
-    plain_pos = _log_mean(pos, uniform(pos))
-    plain, _ = published(log_sum(neg), plain_pos, log_n, tau_plus, pairs.t)
-    least = plain - log_n + log_total  # of N plain negatives → of total weight W
-    most = neg.amax(-1) + log_total
-    log_share = class_share(pos, log_w_pos, log_n, log_total, tau_plus)
-    return exact(log_all, log_positive, log_total, log_share, least, most)
+        rest, clamped = published(log_mean, log_mean_pos, tau_plus, pairs.t)
+    else:
+        plain, plain_pos = log_sum(neg) - log_n, _log_mean_pos(pos, uniform(pos))
+        least, _ = published(plain, plain_pos, tau_plus, pairs.t)
+        log_share = class_share(pos, log_w_pos, log_total - log_n, tau_plus)
+        rest, clamped = exact(log_mean, log_mean_pos, log_share, least, neg.amax(-1))
+    has_negatives = log_all > FAR
+    return torch.where(has_negatives, rest + log_total, log_all), clamped & has_negatives
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
 
 
 class _Pairs(NamedTuple):
-    """To add a field: name it in PER_ANCHOR if it has a row for each anchor (blocks cut it, ranks
-    gather it), in MAY_LEARN if it has a gradient (it is a tensor in every call). A mask has to be
-    in `plain` of `_mask_`, and in `symmetric` of `_couple` if it differs for i, j and j, i."""
+    """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
+    To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, and the
+    coupling gathers it. If it has one for each candidate, `_line_up` gathers it. If it has a
+    gradient, name it in MAY_LEARN: it is a tensor in every call. If it masks, have it in `plain` of
+    `_mask_`, and in `symmetric` of `_couple` if the mask of i, j is not that of j, i."""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
@@ -565,7 +568,6 @@ class _Pairs(NamedTuple):
 
 PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")
 MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
-HELD = "held"  # stands for a tensor that a function of one's own holds
 
 
 def _line_up(options, views, negatives, positive_index, mask, log_weights, labels, group):
@@ -733,35 +735,37 @@ def sinkhorn(
     log_kernel() gives −C/ε (A, N) in blocks of rows, MASKED where i and j must not be coupled, at
     every step → f (A,), g (N,), error. Differentiable; autograd stores 2·A·N numbers for each step.
 
-    A step scales rows, f_i ← −log Σ_j e^{log_kernel_ij + g_j}, then columns in the same way. Where
-    the kernel and its mask are `symmetric`, it ends with the mean of both, f = g ← (f + g) / 2
-    [10]; of another kernel that is no coupling. It stops at an error Σ_i |Σ_j P_ij − 1/A| of
-    `tolerance` (None: 1e-5, in float64 1e-12), or warns after max_steps. Masked rows do not count.
-    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P: near 1,
-    for hundreds of steps, if rows cluster and ε is 0.1. A symmetric one multiplies it by up to
-    |μ (1 − μ)| / 2, at most 1/8 for eigenvalues from −0.2 up; near pairs have μ near −1. Masks that
-    force P_ij to 0 take 1/error steps; a label of over half the anchors leaves none. [2] Eq. 5"""
+    A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g in the same
+    way from columns; at the end rows are divided by A. Where kernel and mask are `symmetric`, a
+    step ends with the mean of both, f = g = (f + g) / 2 [10], and fewer are needed; any other kernel
+    gets no coupling so, and a warning. The error is Σ_i |Σ_j P_ij − 1/A|: steps end at `tolerance`
+    (None: 1e-5, in float64 1e-12), or with a warning at max_steps. Masked rows do not count.
+
+    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P. It is
+    near 1, for hundreds of steps, where rows cluster and ε is 0.1. A symmetric step multiplies the
+    error by up to |μ (1 − μ)| / 2 over eigenvalues μ of A·P but the first. That is 1/8 at most for
+    μ ≥ −0.2, but nearly 1 where μ is near −1, as when all anchors are near pairs. Masks that force
+    P_ij to 0 take 1/error steps; a label of over half the anchors leaves no coupling. [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel(), g)
-        rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
-        columns = (column_sums > FAR).sum().clamp_min(1)
-        r = _zero_if_masked(row_sums)
-        if step > 0:  # f and g are of the step before, and r tells how good they were
-            off = torch.expm1(f + r + rows.log()).masked_fill(row_sums < FAR, 0)
-            error = off.abs().sum() / rows
+        n_rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
+        n_columns = (column_sums > FAR).sum().clamp_min(1)
+        if step > 0:  # f and g are of the step before: e^{f + row_sums} should be 1
+            off = torch.expm1(f + row_sums).masked_fill(row_sums < FAR, 0)
+            error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -r - rows.log()  # so that a row of P sums to 1 / rows
-        g = (rows / columns).log() - _zero_if_masked(column_sums)  # column_sums: with f + log rows
+        f = -_zero_if_masked(row_sums)
+        g = (n_rows / n_columns).log() - _zero_if_masked(column_sums)
         if symmetric:
             f = g = (f + g) / 2
-    return f, g, error
+    return f - n_rows.log(), g, error
 
 
 def _log_sums(blocks, g):
-    """Compute log-sums of rows (A,), given g, and of columns (N,), for an f = −these, at once."""
+    """Compute log-sums of rows (A,), given g, and of columns (N,), given f = −those of the rows."""
     row_sums = column_sums = None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -907,7 +911,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # blocks of anchors. It must not count its calls, or communicate between ranks, as these call it:
 #     _evaluate      all anchors at once     with autograd, if the caller has it
 #     _run_blocks    each block              with, if needed; for "none" without, then again with
-#     _held          the first anchor        with, to find what functions learn
+#     _functions_learn   the first anchor    with
 #     _statistics    the first 2^20 pairs    without
 
 # Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
@@ -961,30 +965,38 @@ def _slices(n, size):
 
 
 def _in_blocks(pairs, options, size):
-    # what has a gradient, by name: fields of pairs, and what functions of one's own hold, as in
-    # names = ["anchors", "t", HELD, HELD], tensors = [pairs.anchors, pairs.t, weight, bias]
-    names, tensors = [], []
+    """Compute the losses of all anchors (A,), or their sum, and their tally, a block at a time."""
+    if _functions_learn(pairs, options):  # `_InBlocks` does not see what they hold
+        found = answer(pairs, options)
+        return found.losses, found.tally
+    learned = []
     if torch.is_grad_enabled():
-        names = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
-        held = _held(pairs, options)
-        tensors = [getattr(pairs, name) for name in names] + held
-        names += [HELD] * len(held)
-    return _InBlocks.apply(pairs, options, size, names, *tensors)
+        learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
+    tensors = [getattr(pairs, name) for name in learned]
+    return _InBlocks.apply(pairs, options, size, learned, *tensors)
+
+
+def _functions_learn(pairs, options):
+    """Whether functions of one's own hold what has a gradient, seen on the first anchor."""
+    if not (callable(options["weights"]) or callable(options["objective"])):
+        return False
+    alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
+    return answer(pairs._replace(**alone).of(slice(0, 1)), options).losses.requires_grad
 
 
 class _InBlocks(torch.autograd.Function):
-    """Know the gradient of `_in_blocks` in memory of the embeddings' size: that of a sum is
-    computed with it, that of single losses in the backward pass, where each block runs again."""
+    """Know the gradient of the losses in memory of the embeddings' size. That of a sum is computed
+    with it, and multiplied by a number in the backward pass. There single losses run again."""
 
     @staticmethod
-    def forward(ctx, pairs, options, size, names, *tensors):
-        ctx.run = functools.partial(_run_blocks, pairs, options, size, names)
-        if options["reduction"] == "none" or not tensors:
-            value, tally, _ = ctx.run(tensors, None)  # (A,)
-            # the candidates for this alone: autograd tells if what is saved was changed in place
+    def forward(ctx, pairs, options, size, learned, *tensors):
+        ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
+        if options["reduction"] == "none" or not learned:
+            value, tally, _ = ctx.run(None)  # (A,)
+            # so that autograd tells if they were changed in place before they are read again
             ctx.save_for_backward(pairs.candidates, *tensors)
         else:
-            losses, tally, slopes = ctx.run(tensors, torch.ones_like(pairs.anchors[:, 0]))
+            losses, tally, slopes = ctx.run(torch.ones_like(pairs.anchors[:, 0]))
             value = losses.sum()
             ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(tally)
@@ -994,52 +1006,37 @@ class _InBlocks(torch.autograd.Function):
     def backward(ctx, by_value, _):
         if torch.is_grad_enabled():  # under create_graph=True alone
             raise RuntimeError("to differentiate this loss twice, give it block_size=0")
+        saved = ctx.saved_tensors
         if by_value.ndim == 0:
-            slopes = [by_value * slope for slope in ctx.saved_tensors]
+            slopes = [by_value * slope for slope in saved]
         else:
             with torch.autocast(by_value.device.type, enabled=False):  # a caller's may be on
-                *_, slopes = ctx.run(ctx.saved_tensors[1:], by_value)
+                *_, slopes = ctx.run(by_value)
         return None, None, None, None, *slopes
 
 
-def _run_blocks(pairs, options, size, names, tensors, by_losses):
-    """Compute losses (A,), their tally, and the gradient of by_losses · losses in tensors."""
+def _run_blocks(pairs, options, size, learned, by_losses):
+    """Compute losses (A,), their tally, and the gradient of by_losses · losses in what is learned;
+    by_losses (A,), or None for no gradient."""
     losses = torch.empty_like(pairs.anchors[:, 0])  # made in a block, it would hold its memory
     tally = losses.new_zeros(3)
-    slopes = [torch.zeros_like(x) for x in tensors]
+    slopes = [torch.zeros_like(getattr(pairs, name)) for name in learned]
     for rows in _slices(len(losses), size):
         some = pairs.of(rows)
-        leaves = {x: getattr(some, x).detach().requires_grad_() for x in names if x != HELD}
+        leaves = {name: getattr(some, name).detach().requires_grad_() for name in learned}
         with torch.set_grad_enabled(by_losses is not None):
             found = answer(some._replace(**leaves), options)
         losses[rows] = found.losses.detach()
         tally += found.tally
         if by_losses is not None:
-            wanted = [leaves.get(name, x) for name, x in zip(names, tensors, strict=True)]
-            # each block goes through the graph of what functions hold
-            again = {"retain_graph": HELD in names, "materialize_grads": True}
-            by_wanted = torch.autograd.grad(found.losses, wanted, by_losses[rows], **again)
-            for name, slope, part in zip(names, slopes, by_wanted, strict=True):
+            wanted = list(leaves.values())
+            parts = torch.autograd.grad(
+                found.losses, wanted, by_losses[rows], materialize_grads=True
+            )
+            for name, slope, part in zip(learned, slopes, parts, strict=True):
                 place = rows if name in PER_ANCHOR else ...  # all of it
                 slope[place] += part
     return losses, tally, slopes
-
-
-def _held(pairs, options):
-    """List what functions of one's own learn: leaves that autograd meets on the first anchor."""
-    if not (callable(options["weights"]) or callable(options["objective"])):
-        return []
-    alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
-    losses = answer(pairs._replace(**alone).of(slice(0, 1)), options).losses
-    nodes, seen, leaves = [losses.grad_fn], {None}, []
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                leaves.append(node.variable)
-    return leaves
 
 
 def _uncompiled(function, *arguments):
@@ -1050,12 +1047,12 @@ def _uncompiled(function, *arguments):
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks, with a gradient that is right once DDP has averaged it; "none" is not summed.
-    DDP divides by the number of ranks what `gather` sums: so value is multiplied by it first."""
+    """Sum over ranks. The gradient is that of this rank's part times the number of ranks, as DDP
+    divides gradients by it; those that other ranks have come by `gather`."""
     totals = torch.stack([value.detach(), count])
     distributed.all_reduce(totals, group=group)
-    value = distributed.get_world_size(group) * value
-    return value + (totals[0] - value).detach(), totals[1]  # the value of totals, its own gradient
+    part = distributed.get_world_size(group) * value
+    return totals[0] + (part - part.detach()), totals[1]
 
 
 class _Gather(torch.autograd.Function):
