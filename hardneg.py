@@ -737,9 +737,9 @@ def sinkhorn(
 
     A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g in the same
     way from columns; at the end rows are divided by A. Where kernel and mask are `symmetric`, a
-    step ends with the mean of both, f = g = (f + g) / 2 [10], and fewer are needed; any other kernel
-    gets no coupling so, and a warning. The error is Σ_i |Σ_j P_ij − 1/A|: steps end at `tolerance`
-    (None: 1e-5, in float64 1e-12), or with a warning at max_steps. Masked rows do not count.
+    step ends with the mean of both, f = g = (f + g) / 2 [10], and fewer are needed; of any other
+    kernel that is no coupling, and it warns. The error is Σ_i |Σ_j P_ij − 1/A|: steps end at
+    `tolerance` (None: 1e-5, in float64 1e-12), or at max_steps. Masked rows do not count.
 
     Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P. It is
     near 1, for hundreds of steps, where rows cluster and ε is 0.1. A symmetric step multiplies the
