@@ -12,17 +12,18 @@ Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     a           anchors in a block, as large batches are worked in blocks
-    M           positives: V − 1 other views, or P named rows; by labels a column a candidate more
-    N           in shapes: columns, V·B of each rank, or K, the rows of `negatives`
-    N, N_i      in formulas: the candidates of anchor i, its columns that are not masked
+    M           positives: V − 1 other views, or P named rows; where labels name them, and N columns
+                more, MASKED where a candidate is none
+    N           columns: V·B of each rank, or K, the rows of `negatives`
+    N_i         candidates of anchor i: its columns that are not masked; in formulas also N
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
     t           temperature, divides cosines                 t in [1], τ in [3, 4]
     s_ij, p_im  logits cos / t of anchor i with candidate j, with its m-th positive
-    log w_ij    log weight of candidate j, as e^{(1+β)/t} overflows float32 at β = 1, t = 0.02
+    log w_ij    log of the weight of candidate j, which itself could overflow float32
     tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
     beta        β, the concentration of tilted weights; multiplies s = cos/t                 [1]
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
-    epsilon     ε, the entropic regularisation, in the unit of the ground cost; kappa: its κ [2]
+    epsilon     ε, the entropic regularisation, in the unit of the ground cost               [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
 
 To copy: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding, 7 Large batches
@@ -35,8 +36,8 @@ References
     [4] Wang, Liu. Understanding the Behaviour of Contrastive Loss. 2012.09740
     [5] Wang, Isola. Alignment and Uniformity. 2005.10242    [6] Chen et al. SimCLR. 2002.05709
     [7] Wu et al. Instance Discrimination. 1805.01978        [8] He et al. MoCo. 1911.05722
-    [9] Brock et al. BigGAN. 1809.11096                     [11] Gao et al. GradCache. 2101.06983
-   [10] Knight et al. Symmetry Preserving Matrix Scaling. 2014  [12] Yeh et al. DCL. 2110.06848
+    [9] Brock et al. BigGAN. 1809.11096    [10] Knight et al. Symmetry Preserving Scaling. 2014
+   [11] Gao et al. GradCache. 2101.06983   [12] Yeh et al. DCL. 2110.06848
 """
 
 from __future__ import annotations
@@ -103,20 +104,22 @@ class Options(TypedDict, total=False):
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
                     log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
+    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's, for hcl and debiased
+                    1 / (N_i + 1), else 0
     beta, alpha, margin    β of tilted, α of top, η of triplet
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
-    normalize       project rows to the unit sphere first; if False, products have to be cosines
+    normalize       project rows to the unit sphere first; if False, they have to be unit rows
     detach_weights  no gradient through the weights. None: True for transported, else False
-    debias          "published"; "exact" takes uniform, tilted, top or hardest, τ⁺, no log_weights
+    debias          "published"; or "exact", for weights uniform, tilted, top, hardest alone, an
+                    objective with τ⁺, and no log_weights
     reduction       "none": one value for each anchor
-    block_size      anchors in a block; results differ by rounding. 0: all, as always for negatives
-                    (B, K, D). None: all up to 2^18 pairs on a CPU, 2^23 on a GPU. Blocks: memory
-                    like A + N, no second derivative. Functions that learn something, which has to
-                    act on the first anchor, get all; random ones draw again in the backward pass
-                    of "none" losses"""
+    block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
+                    on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
+                    no second derivative, and random functions draw again in the backward pass of
+                    "none" losses. Negatives (B, K, D) are always at once, and functions that learn,
+                    as the loss of the first anchor shows: it has to depend on what they learn"""
 
     # type, default, and a range [low, high] or names: `settle` reads them
     loss: Annotated[str, "simclr", PRESETS]
@@ -194,7 +197,7 @@ def contrastive_loss(
                     to wrap the loss, too, if that learns
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
                     anchors where debiasing leaves nothing, or its floor; `ess`, (Σw)²/Σw² over N_i;
-                    `positive`, `negative`, mean cosines; `spread`, standard deviation of an
+                    `positive`, `negative`, mean cosines; `spread`, root of the mean variance of an
                     anchor's negative cosines; `candidates`, mean N_i. NaN: a mean over none
 
     Takes floats of 16 bits or more, computes in float32 at least, autocast off. Values are not
@@ -240,15 +243,13 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
         log_w, log_w_pos = weigh(pos, neg, log_n, pairs, options)  # (a, N), (a, M)
-        if pairs.log_weights is not None:
-            log_w = log_w + pairs.log_weights
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
     clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
     if callable(objective):
-        left = neg.masked_fill(log_w < FAR, MASKED)  # what the weights drop is masked, too
-        losses = objective(pos, left, log_w)
+        kept = neg.masked_fill(log_w < FAR, MASKED)  # it need not look at weights to see who counts
+        losses = objective(pos, kept, log_w)
         _check_result("objective", losses, neg.shape[:1])
     elif objective == "simple":
         losses = simple(t * pos, t * neg, log_w)
@@ -274,15 +275,16 @@ class ContrastiveLoss(nn.Module):
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        self.options = settle(self.given)  # to be read; a call settles what was given and its own
-        for name, value in self.given.items():
-            if isinstance(value, (nn.Parameter, nn.Module)):
-                setattr(self, name, value)  # trained, moved and saved: `forward` reads it here
+        self.options = settle(self.given)  # to look at: `forward` settles all that is given anew
+        may_learn = nn.Parameter, nn.Module
+        self.learned = [name for name in self.given if isinstance(self.given[name], may_learn)]
+        for name in self.learned:
+            setattr(self, name, self.given[name])  # so that it is trained, moved and saved
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
-        given = {name: getattr(self, name, value) for name, value in self.given.items()}
-        return contrastive_loss(*views, **given | call)
+        learned = {name: getattr(self, name) for name in self.learned}
+        return contrastive_loss(*views, **self.given | learned | call)
 
 
 ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
@@ -291,13 +293,13 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
 # another. What is masked has to stay so: add uniform(x) at the end, unless MASKED stays below FAR.
-# To add a rule: its function, its branch in `by_rule`, its option in Options, and its name in
-# WEIGHTS, or in FIT_FOR_EXACT if a positive has a weight by the same function of its logit, which
-# grows with the logit; and in SCALED_TO_MEAN_ONE for weights of mean 1.
+# To add a rule: its function, its branch in `by_rule`, its option in Options, and its name
+#     in WEIGHTS; or in FIT_FOR_EXACT, if a weight is a function of the logit that grows with it;
+#     in SCALED_TO_MEAN_ONE, too, if its weights are to have mean 1.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
-OF_ALL_ANCHORS = "a matrix of your own for all anchors goes in log_weights="
+MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
 
 # The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
@@ -363,7 +365,7 @@ def by_rule(logits, x, potential, t, options):
     try:
         log_w = rule(x)
     except Exception as error:
-        error.add_note(f"weights got logits {tuple(x.shape)} of some anchors; {OF_ALL_ANCHORS}")
+        error.add_note(f"weights got logits {tuple(x.shape)} of some anchors; {MATRIX_HINT}")
         raise
     _check_result("weights", log_w, x.shape)
     return log_w.masked_fill(x < FAR, MASKED).clamp_min(MASKED)  # −∞ is masked, too
@@ -372,17 +374,19 @@ def by_rule(logits, x, potential, t, options):
 def weigh(pos, neg, log_n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
-    sum to N_i, as uniform ones do (a row without candidates is masked in neg alone). A positive has
-    the weight of a candidate of its logit, at potential 0; a single one needs it for "exact"."""
+    sum to N_i, as uniform ones do. A row without candidates is masked in neg, not in log weights.
+    A positive is weighed as a candidate of its logit, at potential 0, and scaled as they are. For
+    "published", the weight of a single one would cancel."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[:, None]
-    weighs_positives = pos.shape[1] > 1 or options["debias"] == "exact"
-    if options["tau_plus"] != 0 and weighs_positives:
-        log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options)  # (A, M)
-        # scaled as the candidates are: log_w − scores is one number a row, read at the heaviest
-        log_w_pos = log_w_pos - scores.amax(-1, keepdim=True) + log_w.amax(-1, keepdim=True)
+    if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] == "exact"):
+        # log_w − scores is one number a row; it is read where it is exact, at the heaviest
+        scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
+        log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
+    if pairs.log_weights is not None:
+        log_w = log_w + pairs.log_weights
     return log_w, log_w_pos
 
 
@@ -390,9 +394,10 @@ def weigh(pos, neg, log_n, pairs, options):
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas; without any it is below FAR, and no inf or NaN may come of it.
-# `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another.
+# `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another. A masked logit
+# must have no share in a loss: see `_mask_`.
 # To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
-# its branch in `answer`, its name in OBJECTIVES. If labels make positives, see `by_label`.
+# its branch in `answer`, its name in OBJECTIVES. If labels make positives: "ppcl" in `_line_up`.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -419,7 +424,8 @@ def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
     0 without negatives. Unlike `nce`, a near positive has the full gradient. For one positive,
-    where no floor binds, `nce` at τ⁺ = 1/(N + 1) is this plus log(1 + 1/N). Ref: [12] Eq. 6"""
+    where no floor binds, this at τ⁺ = 0, plus log(1 + 1/N), is `nce` at τ⁺ = 1/(N + 1).
+    Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
@@ -455,7 +461,7 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show what their e^s
 # is, so their expected part of the weighted mean of e^s can be subtracted. It is τ_i, not τ⁺, if
 # weights prefer the near. `published` is [1]'s formula, with τ⁺; `exact`, with τ_i, follows from
-# its q. In both, E = Σ_j w_j e^{s_j} / W with W = Σ_j w_j, and E⁺ is the mean e^p of positives.
+# its q. In both, E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, and E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -463,7 +469,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
     log_mean: log E; log_mean_pos: log E⁺; tau_plus: τ⁺; (A,) each → (A,), and where the floor
     holds: as no cosine is below −1, no less can be left. There negatives get no gradient.
-    Ref: [1] Eq. 2, Fig. 5, where N is missing"""
+    Ref: [1] Eq. 2; Fig. 5, but for its floor, which lacks N"""
     floor = -1 / t
     rest, nothing_left = _subtract(log_mean, log_mean_pos, tau_plus.log())
     clamped = nothing_left | (rest < floor)
@@ -475,8 +481,8 @@ def exact(log_mean, log_mean_pos, log_share, least, most):
         log( (E − τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
     log_share: log τ_i of `class_share`; least: the published mean for uniform weights, as hard
     weights raise a mean; most: the largest logit; (A,) each → (A,), and where nothing is left, as
-    at τ_i ≥ 1. There it is least, and where least > most, too. Use it at t ≥ 0.3, with four or more
-    positives that are samples of the class. Ref: [1], q_β⁻"""
+    at τ_i ≥ 1. There it is least, and where least > most, too. One e^p dominates E⁺ at a small t:
+    use it at t ≥ 0.3, with four or more positives that are samples of the class. Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_mean, log_mean_pos, log_share)
     rest = torch.minimum(rest, most).maximum(least)
     return torch.where(nothing_left, least, rest), nothing_left
@@ -544,8 +550,8 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # The columns that show the anchor's sample are no candidates. In a batch they are its V views,
-    # the anchor too; else those of positive_index. They differ, and −1 is none
+    # columns that show the anchor's sample, so are no candidates: in a batch its V views, itself
+    # too; else those of positive_index, each once, −1 for none
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
@@ -554,7 +560,7 @@ class _Pairs(NamedTuple):
     labels: Tensor | None = None  # (A,)
     candidate_labels: Tensor | None = None  # (N,)
     by_label: bool = False  # candidates of an anchor's label are its positives
-    alike: bool = False  # the candidates are the anchors, of all ranks
+    in_batch: bool = False  # the candidates are the anchors, of all ranks
 
     def of(self, rows: slice) -> _Pairs:
         taken = {}
@@ -596,21 +602,21 @@ def _line_up(options, views, negatives, positive_index, mask, log_weights, label
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
     t = options["temperature"]
     t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs more than 16 bits
-    found = {"alike": negatives is None}
+    known = {"in_batch": negatives is None}
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
         labels, of_rows = labels[:b], labels[b:]  # of_rows: of negatives
         if negatives is None:
             labels = labels.repeat(v)
             of_rows = gather(labels, group)
-        found |= {"labels": labels, "candidate_labels": of_rows}
+        known |= {"labels": labels, "candidate_labels": of_rows}
         unnamed = v == 1 and positive_index is None
-        found["by_label"] = unnamed or options["objective"] == "ppcl"
+        known["by_label"] = unnamed or options["objective"] == "ppcl"
     if mask is not None:
-        found["mask"] = torch.as_tensor(mask, device=device).expand(len(anchors), -1)
+        known["mask"] = torch.as_tensor(mask, device=device).expand(len(anchors), -1)
     if log_weights is not None:
-        found["log_weights"] = log_weights.detach().to(z).expand(len(anchors), -1)
-    return _Pairs(anchors, candidates, cosines, own, t, z.new_zeros(()), **found)
+        known["log_weights"] = log_weights.detach().to(z).expand(len(anchors), -1)
+    return _Pairs(anchors, candidates, cosines, own, t, z.new_zeros(()), **known)
 
 
 def _who(pairs, options):
@@ -620,7 +626,7 @@ def _who(pairs, options):
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
         neg = torch.einsum("ad,and->an", anchors, pairs.candidates)
-    if pos.shape[1] == 0 and not pairs.alike:  # a single view: named rows are its positives
+    if pos.shape[1] == 0 and not pairs.in_batch:  # a single view: named rows are its positives
         rows = torch.arange(len(neg), device=neg.device)[:, None]
         named = neg[rows, pairs.own.clamp_min(0)]  # (a, P); neg.gather would save neg for autograd
         pos = named.masked_fill(pairs.own < 0, MASKED)
@@ -809,7 +815,7 @@ def _couple(pairs, options):
         return by_rule(neg, neg, 0.0, some.t, options)  # −C/ε
 
     margins = options["absolute_margin"], options["relative_margin"]
-    symmetric = pairs.alike and pairs.mask is None and margins == (None, None)
+    symmetric = pairs.in_batch and pairs.mask is None and margins == (None, None)
     a, n = len(pairs.anchors), len(pairs.candidates)
     blocks = _slices(a, max(1, 2**20 // n))  # 4 MB each: they fit into a cache
     if torch.is_grad_enabled() or a * n <= 2**24:  # 64 MB in all
@@ -911,12 +917,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # blocks of anchors. It must not count its calls, or communicate between ranks, as these call it:
 #     _evaluate      all anchors at once     with autograd, if the caller has it
 #     _run_blocks    each block              with, if needed; for "none" without, then again with
-#     _functions_learn   the first anchor    with
+#     _in_blocks     the first anchor        with, if functions are given; all if these learn
 #     _statistics    the first 2^20 pairs    without
-
-# Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
-# them, and fresh pages cost more than a block's arithmetic.
-torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _evaluate(pairs, group, options):
@@ -940,7 +942,7 @@ def _evaluate(pairs, group, options):
 def _warn_of(tally, n, options):
     """Warn if no anchor has a positive, or a candidate, or if debiasing leaves most of n nothing.
     By the default τ⁺ the floor marks solved anchors, so only a given one warns."""
-    for what, count in zip(("positive", "candidate"), tally, strict=False):
+    for what, count in zip(("positive", "candidate"), tally[:2], strict=True):
         if count == 0:
             _warn(f"none of {n} anchors has a {what}: check labels, masks and positive_index")
     if options["tau_plus"] and 2 * tally[2] > n:
@@ -966,22 +968,17 @@ def _slices(n, size):
 
 def _in_blocks(pairs, options, size):
     """Compute the losses of all anchors (A,), or their sum, and their tally, a block at a time."""
-    if _functions_learn(pairs, options):  # `_InBlocks` does not see what they hold
-        found = answer(pairs, options)
-        return found.losses, found.tally
+    if callable(options["weights"]) or callable(options["objective"]):
+        alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
+        first = answer(pairs._replace(**alone).of(slice(0, 1)), options)
+        if first.losses.requires_grad:  # the functions learn, and `_InBlocks` does not see what
+            found = answer(pairs, options)
+            return found.losses, found.tally
     learned = []
     if torch.is_grad_enabled():
         learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
     tensors = [getattr(pairs, name) for name in learned]
     return _InBlocks.apply(pairs, options, size, learned, *tensors)
-
-
-def _functions_learn(pairs, options):
-    """Whether functions of one's own hold what has a gradient, seen on the first anchor."""
-    if not (callable(options["weights"]) or callable(options["objective"])):
-        return False
-    alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
-    return answer(pairs._replace(**alone).of(slice(0, 1)), options).losses.requires_grad
 
 
 class _InBlocks(torch.autograd.Function):
@@ -993,7 +990,7 @@ class _InBlocks(torch.autograd.Function):
         ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
         if options["reduction"] == "none" or not learned:
             value, tally, _ = ctx.run(None)  # (A,)
-            # so that autograd tells if they were changed in place before they are read again
+            # what is read again is saved, as autograd tells if it was changed in place by then
             ctx.save_for_backward(pairs.candidates, *tensors)
         else:
             losses, tally, slopes = ctx.run(torch.ones_like(pairs.anchors[:, 0]))
@@ -1015,10 +1012,16 @@ class _InBlocks(torch.autograd.Function):
         return None, None, None, None, *slopes
 
 
+# Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
+# them, and fresh pages cost more than a block's arithmetic.
+torch.empty(31 * 2**20, dtype=torch.uint8)
+
+
 def _run_blocks(pairs, options, size, learned, by_losses):
     """Compute losses (A,), their tally, and the gradient of by_losses · losses in what is learned;
     by_losses (A,), or None for no gradient."""
-    losses = torch.empty_like(pairs.anchors[:, 0])  # made in a block, it would hold its memory
+    # not pieces of each block: these would lie amid its memory, which the next could not use
+    losses = torch.empty_like(pairs.anchors[:, 0])
     tally = losses.new_zeros(3)
     slopes = [torch.zeros_like(getattr(pairs, name)) for name in learned]
     for rows in _slices(len(losses), size):
@@ -1047,8 +1050,8 @@ def _uncompiled(function, *arguments):
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks. The gradient is that of this rank's part times the number of ranks, as DDP
-    divides gradients by it; those that other ranks have come by `gather`."""
+    """Sum over ranks. `gather` gives a rank's rows the gradients of the parts of all ranks, and DDP
+    then divides by their number: so a part has its gradient times this number."""
     totals = torch.stack([value.detach(), count])
     distributed.all_reduce(totals, group=group)
     part = distributed.get_world_size(group) * value
@@ -1297,7 +1300,7 @@ def _check_shared(negatives, group):
 
 def _check_result(name, result, shape):
     fits = torch.is_tensor(result) and result.shape == shape
-    wanted = f"one to a tensor {tuple(shape)}, of some anchors; {OF_ALL_ANCHORS}"
+    wanted = f"one to a tensor {tuple(shape)}, of some anchors; {MATRIX_HINT}"
     _require(fits, name, f"a function to {_describe(result)}", wanted)
 
 

@@ -189,7 +189,7 @@ def weigh(name, pos, neg, **options):
     if name == "transported":
         kernel = hardneg.by_rule(neg, neg, potential, t, options)
         potential = couple(kernel)[1]
-    pairs = SimpleNamespace(potential=potential, t=t)
+    pairs = SimpleNamespace(potential=potential, t=t, log_weights=None)
     return hardneg.weigh(pos, neg, log_count(neg), pairs, options)
 
 
@@ -876,6 +876,13 @@ class TestExactDebiasing:
         found = log_negatives(pos, neg, log_w, tau_plus, 0.1, log_w_pos, "exact")  # a low floor
         close(found.exp(), truth[None], 1e-10)
 
+    def test_is_no_more_than_the_nearest(self):
+        """Where positives are farther than negatives, what is left would exceed them all."""
+        pos, neg = np.array([[0.0]]), np.array([[-1.0, 1.5]])
+        log_w, log_w_pos = np.array([[-INF, 0.0]]), np.array([[-1.0]])
+        found = log_negatives(pos, neg, log_w, 0.5, 1.0, log_w_pos, "exact")
+        close(found, np.array([1.5]), 1e-12)
+
     def test_warns_where_positives_are_views(self):
         """Views are too near for samples of a class, which would have more than all weight."""
         x = embeddings(0, 20, 8)
@@ -1265,6 +1272,12 @@ class TestContrastiveLossModule:
         for options in ({}, {"beta": 0.5}, {"temperature": 0.1}):
             settled = {"loss": "hcl", "beta": 2.0, "temperature": 0.3} | options
             close(module(x, y, **options), contrastive_loss(x, y, **settled), 1e-12)
+
+        class WithABeta(hardneg.ContrastiveLoss):
+            beta = 3.0  # no option
+
+        close(WithABeta("hcl", temperature=0.3)(x, y, beta=2.0), module(x, y), 1e-12)
+        close(WithABeta("hcl", temperature=0.3, beta=2.0)(x, y), module(x, y), 1e-12)
         settled = module.options["weights"], module.options["objective"]
         assert settled == hardneg.PRESETS["hcl"][:2] and not module.state_dict()
 
