@@ -12,8 +12,7 @@ Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     a           anchors in a block, as large batches are worked in blocks
-    M           positives: V − 1 other views, or P named rows; where labels name them, and N columns
-                more, MASKED where a candidate is none
+    M           positives: V − 1 other views, or P named rows; N columns more if labels make some
     N           columns: V·B of each rank, or K, the rows of `negatives`
     N_i         candidates of anchor i: its columns that are not masked; in formulas also N
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
@@ -43,29 +42,23 @@ References
 from __future__ import annotations
 
 # mypy: ignore-errors
-import copy
 import functools
 import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints, overload
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
-from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
-__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "answer", "ContrastiveLoss", "mine"]
-__all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "draw", "gather"]
-__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "published", "exact", "unit"]
-__all__ += ["InvalidArgument"]
+__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "ContrastiveLoss", "mine", "draw"]
+__all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "InvalidArgument"]
+__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "published", "exact"]
+__all__ += ["gather", "unit"]
 
 INF = math.inf
 
@@ -99,29 +92,27 @@ class Options(TypedDict, total=False):
 
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
-                    log weights, finite or −∞; with τ⁺ > 0 called again with several positives,
-                    (a, M), alone. Masked logits are −1e30: set these to 0 if they could overflow
+                    log weights, finite or −∞; it gets several positives, (a, M), too, if τ⁺ > 0.
+                    Masked logits are −1e30: replace them by 0 first if they could overflow
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
                     log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's, for hcl and debiased
-                    1 / (N_i + 1), else 0
+    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
     beta, alpha, margin    β of tilted, α of top, η of triplet
     epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
     detach_weights  no gradient through the weights. None: True for transported, else False
-    debias          "published"; or "exact", for weights uniform, tilted, top, hardest alone, an
-                    objective with τ⁺, and no log_weights
-    reduction       "none": one value for each anchor
+    debias          "published"; "exact": of uniform, tilted, top, hardest, with τ⁺, no log_weights
+    reduction       "none": one value for each anchor, of this rank; DDP wants their mean
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
                     on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
                     no second derivative, and random functions draw again in the backward pass of
-                    "none" losses. Negatives (B, K, D) are always at once, and functions that learn,
-                    as the loss of the first anchor shows: it has to depend on what they learn"""
+                    "none" losses. At once are negatives (B, K, D), and functions that learn: known
+                    by a gradient in the loss of the first anchor. Without it they get none"""
 
-    # type, default, and a range [low, high] or names: `settle` reads them
+    # type, default, and a range [low, high] or names; section 8 reads these strings
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -204,14 +195,15 @@ def contrastive_loss(
     checked on a GPU or in compiled code. Cost: A·N·D; `transported` adds 2·A·N for each step of
     Sinkhorn, and A·N·D, too, above 2^24 pairs if weights are detached. Ref: PRESETS"""
     options = settle(options)
-    given = negatives, positive_index, negative_mask, log_weights, labels, group
-    _check_call(options, views, *given)
+    given = {"negatives": negatives, "positive_index": positive_index, "labels": labels}
+    given |= {"mask": negative_mask, "log_weights": log_weights, "group": group}
+    _check_call(options, views, **given)
     with torch.autocast(views[0].device.type, enabled=False):
-        pairs = _line_up(options, views, *given)
+        pairs = _line_up(options, views, **given)
         if options["weights"] == "transported":
             pairs = pairs._replace(potential=_potential(pairs, group, options))
         value = _evaluate(pairs, group, options)
-        if _may_read(value):  # a NaN that is masked leaves the value finite, but not the gradient
+        if _may_read(value):  # not the value: that is finite where a NaN is masked
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
             for i, view in enumerate(views):
@@ -248,8 +240,9 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     objective, t = options["objective"], pairs.t
     clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
     if callable(objective):
-        kept = neg.masked_fill(log_w < FAR, MASKED)  # it need not look at weights to see who counts
-        losses = objective(pos, kept, log_w)
+        dropped = torch.minimum(neg, log_w) < FAR  # to fill ends its slope, too
+        kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
+        losses = objective(pos, kept, log_w_kept)
         _check_result("objective", losses, neg.shape[:1])
     elif objective == "simple":
         losses = simple(t * pos, t * neg, log_w)
@@ -296,6 +289,7 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and its name
 #     in WEIGHTS; or in FIT_FOR_EXACT, if a weight is a function of the logit that grows with it;
 #     in SCALED_TO_MEAN_ONE, too, if its weights are to have mean 1.
+# Positives are weighed by it, too: a rule that looks at a whole row takes them as x, as `top` does.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
@@ -382,7 +376,7 @@ def weigh(pos, neg, log_n, pairs, options):
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[:, None]
     if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] == "exact"):
-        # log_w − scores is one number a row; it is read where it is exact, at the heaviest
+        # log_w − scores is one number a row, but lost in rounding where both are near MASKED
         scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
         log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
     if pairs.log_weights is not None:
@@ -545,7 +539,8 @@ class _Pairs(NamedTuple):
     To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, and the
     coupling gathers it. If it has one for each candidate, `_line_up` gathers it. If it has a
     gradient, name it in MAY_LEARN: it is a tensor in every call. If it masks, have it in `plain` of
-    `_mask_`, and in `symmetric` of `_couple` if the mask of i, j is not that of j, i."""
+    `_mask_`, and in `symmetric` of `_couple` if the mask of i, j is not that of j, i. An argument
+    also stands in Call, in `contrastive_loss` and its `given`, in `_check_call` and `_line_up`."""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
@@ -576,7 +571,7 @@ PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")
 MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
 
 
-def _line_up(options, views, negatives, positive_index, mask, log_weights, labels, group):
+def _line_up(options, views, negatives, positive_index, labels, mask, log_weights, group):
     """Arrange the arguments of a call as anchors, candidates, and what is known of their pairs."""
     project = unit if options["normalize"] else _upcast
     z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
@@ -640,8 +635,9 @@ def _who(pairs, options):
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd does not know. So nothing before this may save neg, and no loss may have a slope in a
-    masked logit: it has no share in a sum, and an objective does not read an empty sum."""
+    Autograd does not know. So nothing before may save neg for it, as neg.square() would. And no
+    loss may have a slope in a masked logit, here or by `_drop_`: it would reach the embeddings. A
+    masked logit has no share in a sum, and an objective does not read an empty sum."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -682,17 +678,16 @@ def _statistics(pairs, options):
     found = answer(some, options)
     is_positive, is_negative = found.pos > FAR, found.neg > FAR
     n = is_negative.sum(1)
-    has_negatives = n > 0
     cosines = (pairs.t * found.neg).masked_fill(~is_negative, 0)
     mean = cosines.sum(1) / n.clamp_min(1)
     variance = cosines.square().sum(1) / n.clamp_min(1) - mean.square()
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)
     return {
         "clamped": found.clamped.to(mean.dtype).mean(),
-        "ess": _mean_where(has_negatives, log_size.exp() / n.clamp_min(1)),
+        "ess": _mean_where(n > 0, log_size.exp() / n.clamp_min(1)),
         "positive": _mean_where(is_positive, pairs.t * found.pos),
         "negative": cosines.sum() / n.sum(),
-        "spread": _mean_where(has_negatives, variance).clamp_min(0).sqrt(),
+        "spread": _mean_where(n > 0, variance).clamp_min(0).sqrt(),
         "candidates": n.to(mean.dtype).mean(),
     }
 
@@ -707,6 +702,7 @@ def _mean_where(counts, x):
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
     """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
     "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
+    _check_option("cost", cost)
     if cost == "sqeuclidean":
         return 1 - cosines
     return torch.exp(2 - 2 * cosines - kappa)
@@ -845,7 +841,7 @@ def mine(
     positives       (n,), or (n, P) padded with −1: rows of own documents, not taken; None: row i
     labels          (N,): documents with the label of a query's own one are not taken
     absolute_margin, relative_margin   as in `contrastive_loss`, c that of the nearest own document
-    skip            leave out so many of the nearest, too, of those that are left
+    skip            of those that are left, leave out so many of the nearest
     scores          also return the cosines (n, k), −∞ for none
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Cost: n·N·D, and memory of unit documents and of a block of cosines: 64 MB, or 128 rows"""
@@ -990,8 +986,8 @@ class _InBlocks(torch.autograd.Function):
         ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
         if options["reduction"] == "none" or not learned:
             value, tally, _ = ctx.run(None)  # (A,)
-            # what is read again is saved, as autograd tells if it was changed in place by then
-            ctx.save_for_backward(pairs.candidates, *tensors)
+            # all that is read again is saved: autograd tells if it was changed in place by then
+            ctx.save_for_backward(*filter(torch.is_tensor, pairs))
         else:
             losses, tally, slopes = ctx.run(torch.ones_like(pairs.anchors[:, 0]))
             value = losses.sum()
@@ -1000,42 +996,39 @@ class _InBlocks(torch.autograd.Function):
         return value, tally
 
     @staticmethod
-    def backward(ctx, by_value, _):
+    def backward(ctx, grad_value, _):
         if torch.is_grad_enabled():  # under create_graph=True alone
             raise RuntimeError("to differentiate this loss twice, give it block_size=0")
         saved = ctx.saved_tensors
-        if by_value.ndim == 0:
-            slopes = [by_value * slope for slope in saved]
+        if grad_value.ndim == 0:
+            slopes = [grad_value * slope for slope in saved]
         else:
-            with torch.autocast(by_value.device.type, enabled=False):  # a caller's may be on
-                *_, slopes = ctx.run(by_value)
+            with torch.autocast(grad_value.device.type, enabled=False):  # a caller's may be on
+                *_, slopes = ctx.run(grad_value)
         return None, None, None, None, *slopes
 
 
-# Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Else it would unmap
-# them, and fresh pages cost more than a block's arithmetic.
+# Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Fresh pages instead
+# make hcl take 1.1 to 1.2 times as long.
 torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
-def _run_blocks(pairs, options, size, learned, by_losses):
-    """Compute losses (A,), their tally, and the gradient of by_losses · losses in what is learned;
-    by_losses (A,), or None for no gradient."""
-    # not pieces of each block: these would lie amid its memory, which the next could not use
-    losses = torch.empty_like(pairs.anchors[:, 0])
+def _run_blocks(pairs, options, size, learned, grad_losses):
+    """Compute losses (A,), their tally, and the gradient in what is learned, given that in losses,
+    grad_losses (A,), or None for no gradient."""
+    losses = torch.empty_like(pairs.anchors[:, 0])  # a block's own would split memory of the next
     tally = losses.new_zeros(3)
     slopes = [torch.zeros_like(getattr(pairs, name)) for name in learned]
     for rows in _slices(len(losses), size):
         some = pairs.of(rows)
         leaves = {name: getattr(some, name).detach().requires_grad_() for name in learned}
-        with torch.set_grad_enabled(by_losses is not None):
+        with torch.set_grad_enabled(grad_losses is not None):
             found = answer(some._replace(**leaves), options)
         losses[rows] = found.losses.detach()
         tally += found.tally
-        if by_losses is not None:
-            wanted = list(leaves.values())
-            parts = torch.autograd.grad(
-                found.losses, wanted, by_losses[rows], materialize_grads=True
-            )
+        if grad_losses is not None:
+            wanted, grads = list(leaves.values()), grad_losses[rows]
+            parts = torch.autograd.grad(found.losses, wanted, grads, materialize_grads=True)
             for name, slope, part in zip(learned, slopes, parts, strict=True):
                 place = rows if name in PER_ANCHOR else ...  # all of it
                 slope[place] += part
@@ -1120,7 +1113,7 @@ class _LogSum(torch.autograd.Function):
     def forward(x, y, dim):
         total = x + y
         largest = total.amax(dim)
-        # softmax is one fused pass, and its largest share is 1 / Σ e^{total − largest}
+        # softmax is one fused pass, in place, and its largest share is 1 / Σ e^{total − largest}
         shares = torch.softmax(total, dim, out=total)
         return largest - shares.amax(dim).log(), shares
 
@@ -1132,14 +1125,13 @@ class _LogSum(torch.autograd.Function):
         ctx.save_for_backward(output[1])  # an output, so that it has second derivatives
 
     @staticmethod
-    def backward(ctx, by_sum, by_shares):
+    def backward(ctx, grad_sum, grad_shares):
         (shares,) = ctx.saved_tensors
-        slope = 0 if by_sum is None else by_sum.unsqueeze(ctx.dim)
-        if by_shares is not None:
-            slope = slope + by_shares - (by_shares * shares).sum(ctx.dim, keepdim=True)
-        by_total = shares * slope
-        by_x, by_y = (by_total.sum_to_size(shape) for shape in ctx.shapes)
-        return by_x, by_y, None
+        slope = 0 if grad_sum is None else grad_sum.unsqueeze(ctx.dim)
+        if grad_shares is not None:
+            slope = slope + grad_shares - (grad_shares * shares).sum(ctx.dim, keepdim=True)
+        grad_total = shares * slope
+        return *(grad_total.sum_to_size(shape) for shape in ctx.shapes), None
 
 
 def _may_read(x):
@@ -1221,7 +1213,7 @@ def _check_number(name, value, low, high=INF, kind=numbers.Integral):
         _require(False, name, repr(value), f"{words} from {low:g} to {high:g}")
 
 
-def _check_call(options, views, negatives, positive_index, mask, log_weights, labels, group):
+def _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group):
     several = "two or more floating tensors (B, D) of one shape; labels go in labels="
     alone = "; or one, with labels=, or with negatives= and positive_index="
     named = len(views) == 1 and (labels is not None or positive_index is not None)
@@ -1318,6 +1310,14 @@ def _describe(x):
 
 # ================================================================================================
 # Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
+
+import copy
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 __all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
 __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]
@@ -1689,7 +1689,7 @@ class Game(nn.Module):
         """Let G_ema follow G. Ref: [3] Eq. 7"""
         follow(self.G_ema, self.G, self.momentum)
         for module in self.G_ema.modules():
-            if is_parametrized(module):
+            if hasattr(module, "parametrizations"):
                 _ = module.weight  # a read is a power iteration; averaged singular vectors need one
 
     def get_extra_state(self):
@@ -1861,8 +1861,7 @@ def _warm_up_and_cosine(progress, step):
 
 def _two_falls(progress, step):
     """Fall to a tenth after 160 of 200 epochs, and to a hundredth after 190: [4] 5.1."""
-    falls = (progress >= 0.8) + (progress >= 0.95)
-    return 0.1**falls
+    return 0.1 ** ((progress >= 0.8) + (progress >= 0.95))
 
 
 RECIPES = {  # settings if none are given

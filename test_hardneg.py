@@ -1200,6 +1200,17 @@ class TestFunctions:
         for own in ({"weights": own_weigh}, {"objective": own_judge}):
             same(ours(x, v, k, **named | own), wanted, 1e-10)
 
+    @pytest.mark.parametrize("weights", ["uniform", "tilted"])
+    def test_have_no_slope_in_what_is_masked(self, weights):
+        def judge(pos, neg, log_w):
+            return torch.logsumexp(neg + log_w, 1)
+
+        x, y = embeddings(1, 2, 3, 4)
+        loss = contrastive_loss(
+            x.requires_grad_(), y, weights=weights, objective=judge, labels=[0] * 3
+        )
+        assert torch.autograd.grad(loss, x)[0].abs().max() == 0
+
     @pytest.mark.parametrize("part", ["weights", "objective"])
     @pytest.mark.parametrize("reduction", ["mean", "none"])
     def test_may_have_parameters(self, part, reduction):
