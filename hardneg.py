@@ -92,8 +92,8 @@ class Options(TypedDict, total=False):
 
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
-                    log weights, finite or −∞; it gets several positives, (a, M), too, if τ⁺ > 0.
-                    Masked logits are −1e30: replace them by 0 first if they could overflow
+                    log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
+                    it gets several positives, (a, M), too, alone. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
                     log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
@@ -105,12 +105,12 @@ class Options(TypedDict, total=False):
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
     detach_weights  no gradient through the weights. None: True for transported, else False
     debias          "published"; "exact": of uniform, tilted, top, hardest, with τ⁺, no log_weights
-    reduction       "none": one value for each anchor, of this rank; DDP wants their mean
+    reduction       "mean", "sum": of all ranks; "none": of each anchor of this one, mean for DDP
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
                     on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
                     no second derivative, and random functions draw again in the backward pass of
-                    "none" losses. At once are negatives (B, K, D), and functions that learn: known
-                    by a gradient in the loss of the first anchor. Without it they get none"""
+                    "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
+                    the loss of the first anchor has no gradient in them, they never get any"""
 
     # type, default, and a range [low, high] or names; section 8 reads these strings
     loss: Annotated[str, "simclr", PRESETS]
@@ -180,14 +180,14 @@ def contrastive_loss(
                     Scores of a teacher; −log(K q_j) of K candidates drawn with probability q_j, or
                     log q_i − log q_j, which corrects the logit of the positive, row i, as well
     labels          (B,), or (B + K,) with negatives (K, D), the last K of its rows. Samples of one
-                    label are no negatives of each other. They are positives under ppcl, and of a
-                    single view without `positive_index`. Every number is a label, −1 as well
+                    label are no negatives of each other. They are positives in the objective ppcl,
+                    and of a single view without `positive_index`. Every number is a label, −1 too
     group           a torch.distributed group: candidates are the views of all ranks, rank r's from
                     r·V·B on. `negatives` (K, D) must be the same on all: see `gather`. All ranks
                     call together, with views of one shape, and DDP averages the gradients; it has
                     to wrap the loss, too, if that learns
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
-                    anchors where debiasing leaves nothing, or its floor; `ess`, (Σw)²/Σw² over N_i;
+                    anchors where debiasing leaves nothing, or a floor; `ess`, (Σw)²/Σw² over N_i;
                     `positive`, `negative`, mean cosines; `spread`, root of the mean variance of an
                     anchor's negative cosines; `candidates`, mean N_i. NaN: a mean over none
 
@@ -285,11 +285,11 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
-# another. What is masked has to stay so: add uniform(x) at the end, unless MASKED stays below FAR.
+# another. What is masked has to stay so: add uniform(x), unless the rule maps MASKED to below FAR.
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and its name
 #     in WEIGHTS; or in FIT_FOR_EXACT, if a weight is a function of the logit that grows with it;
 #     in SCALED_TO_MEAN_ONE, too, if its weights are to have mean 1.
-# Positives are weighed by it, too: a rule that looks at a whole row takes them as x, as `top` does.
+# Positives are weighed by it, too: a rule of whole rows takes them as x, as `top` does.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
@@ -368,9 +368,9 @@ def by_rule(logits, x, potential, t, options):
 def weigh(pos, neg, log_n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
-    sum to N_i, as uniform ones do. A row without candidates is masked in neg, not in log weights.
-    A positive is weighed as a candidate of its logit, at potential 0, and scaled as they are. For
-    "published", the weight of a single one would cancel."""
+    sum to N_i, as uniform ones do. A positive is weighed as a candidate of its logit, at potential
+    0, and scaled as they are; in "published" the weight of a single one would cancel. In a row
+    without candidates neg alone is masked; its weights mean nothing, and nobody reads them."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -391,7 +391,7 @@ def weigh(pos, neg, log_n, pairs, options):
 # `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another. A masked logit
 # must have no share in a loss: see `_mask_`.
 # To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
-# its branch in `answer`, its name in OBJECTIVES. If labels make positives: "ppcl" in `_line_up`.
+# its branch in `answer`, its name in OBJECTIVES. If labels make positives: `by_label`'s condition.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -462,7 +462,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the expected false negatives, with the share τ⁺, whatever the weights.
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
     log_mean: log E; log_mean_pos: log E⁺; tau_plus: τ⁺; (A,) each → (A,), and where the floor
-    holds: as no cosine is below −1, no less can be left. There negatives get no gradient.
+    holds: as no cosine is below −1, no less can be left. There E passes no gradient on.
     Ref: [1] Eq. 2; Fig. 5, but for its floor, which lacks N"""
     floor = -1 / t
     rest, nothing_left = _subtract(log_mean, log_mean_pos, tau_plus.log())
@@ -485,7 +485,8 @@ def exact(log_mean, log_mean_pos, log_share, least, most):
 def class_share(pos, log_w_pos, log_mean_w, tau_plus):
     """Compute log τ_i (A,), τ_i the share of all weight that the anchor's class has.
         τ_i = τ⁺ (1/M Σ_m w⁺_m) / (W / N),     w⁺ and w by one function of the logit
-    At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
+    as q ∝ w p, with p = τ⁺ p⁺ + (1 − τ⁺) p⁻, is drawn from. At τ_i ≥ 1 nothing is left for other
+    classes: positives are too near, or τ⁺ is too large."""
     m = (pos > FAR).sum(1).clamp_min(1).to(pos.dtype)
     return tau_plus.log() + log_sum(log_w_pos) - m.log() - log_mean_w
 
@@ -512,10 +513,8 @@ def _log_mean_pos(pos, log_w_pos):
 
 def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
     """Debias log_all = log Σ_j w_j e^{s_j} → the log of what is left (A,), where it is clamped."""
-    if options["tau_plus"] is None:
-        tau_plus = 1 / (1 + log_n.exp())
-    else:
-        tau_plus = torch.full_like(log_n, options["tau_plus"])
+    given = options["tau_plus"]
+    tau_plus = 1 / (1 + log_n.exp()) if given is None else torch.full_like(log_n, given)  # (A,)
     of_mean_one = options["weights"] in ("uniform", *SCALED_TO_MEAN_ONE)
     of_mean_one = of_mean_one and pairs.log_weights is None
     log_total = log_n if of_mean_one else log_sum(log_w)  # log W
@@ -540,7 +539,8 @@ class _Pairs(NamedTuple):
     coupling gathers it. If it has one for each candidate, `_line_up` gathers it. If it has a
     gradient, name it in MAY_LEARN: it is a tensor in every call. If it masks, have it in `plain` of
     `_mask_`, and in `symmetric` of `_couple` if the mask of i, j is not that of j, i. An argument
-    also stands in Call, in `contrastive_loss` and its `given`, in `_check_call` and `_line_up`."""
+    also stands in Call, `contrastive_loss` and its `given`, `_check_call` and `_line_up`; for rules
+    in `weigh` and `_couple`, which call `by_rule`."""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
@@ -637,7 +637,7 @@ def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Autograd does not know. So nothing before may save neg for it, as neg.square() would. And no
     loss may have a slope in a masked logit, here or by `_drop_`: it would reach the embeddings. A
-    masked logit has no share in a sum, and an objective does not read an empty sum."""
+    masked logit has no share in a sum; of a sum of nothing else, an objective fills the result."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -737,17 +737,16 @@ def sinkhorn(
     log_kernel() gives −C/ε (A, N) in blocks of rows, MASKED where i and j must not be coupled, at
     every step → f (A,), g (N,), error. Differentiable; autograd stores 2·A·N numbers for each step.
 
-    A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g in the same
-    way from columns; at the end rows are divided by A. Where kernel and mask are `symmetric`, a
-    step ends with the mean of both, f = g = (f + g) / 2 [10], and fewer are needed; of any other
-    kernel that is no coupling, and it warns. The error is Σ_i |Σ_j P_ij − 1/A|: steps end at
-    `tolerance` (None: 1e-5, in float64 1e-12), or at max_steps. Masked rows do not count.
+    A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g, so that
+    columns sum to A/N; the end divides by A. Here A and N leave out what is all masked. Where
+    kernel and mask are `symmetric`, a step ends with the mean, f = g = (f + g) / 2 [10], and fewer
+    are needed; of other kernels that is no coupling, and it warns. It stops at an error
+    Σ_i |Σ_j P_ij − 1/A| of `tolerance` (None: 1e-5, in float64 1e-12), or at max_steps.
 
-    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P. It is
-    near 1, for hundreds of steps, where rows cluster and ε is 0.1. A symmetric step multiplies the
-    error by up to |μ (1 − μ)| / 2 over eigenvalues μ of A·P but the first. That is 1/8 at most for
-    μ ≥ −0.2, but nearly 1 where μ is near −1, as when all anchors are near pairs. Masks that force
-    P_ij to 0 take 1/error steps; a label of over half the anchors leaves no coupling. [2] Eq. 5"""
+    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P: near 1,
+    for hundreds of steps, where rows cluster and ε is 0.1. A symmetric step does by |μ (1 − μ)| / 2
+    over all eigenvalues μ of A·P but the first: by up to 1/8 for μ ≥ −0.2, by nearly 1 where μ is
+    near −1, as for near pairs. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -983,13 +982,14 @@ class _InBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, pairs, options, size, learned, *tensors):
-        ctx.run = functools.partial(_run_blocks, pairs, options, size, learned)
+        run = functools.partial(_run_blocks, pairs, options, size, learned)
         if options["reduction"] == "none" or not learned:
-            value, tally, _ = ctx.run(None)  # (A,)
+            value, tally, _ = run(None)  # (A,)
             # all that is read again is saved: autograd tells if it was changed in place by then
             ctx.save_for_backward(*filter(torch.is_tensor, pairs))
+            ctx.run = run
         else:
-            losses, tally, slopes = ctx.run(torch.ones_like(pairs.anchors[:, 0]))
+            losses, tally, slopes = run(torch.ones_like(pairs.anchors[:, 0]))
             value = losses.sum()
             ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(tally)
@@ -1087,7 +1087,7 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 at least. A zero row stays
-    0, and its gradient passes unchanged. Squares of entries must not overflow."""
+    0, and its gradient passes unchanged. Squares of entries must not overflow, nor all vanish."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
@@ -1192,15 +1192,17 @@ def settle(given: Options) -> Options:
 
 def _check_option(name, value):
     allowed = ALLOWED[name]
-    is_function = callable(value) and name in ("weights", "objective")
-    if is_function or (value is None and DEFAULTS[name] is None):
+    if callable(value) and name in ("weights", "objective"):
+        named = value in [globals()[x] for x in allowed]  # a name means more: weights of mean 1, τ⁺
+        _require(not named, name, repr(value), "its name in quotes")
+        return
+    if value is None and DEFAULTS[name] is None:
         return
     if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
         kind = numbers.Integral if name == "block_size" else numbers.Real
-        low, high = allowed
-        _check_number(name, value, low, high, kind)
+        _check_number(name, value, *allowed, kind)
     else:
         known = isinstance(value, (str, bool)) and value in allowed
         _require(known, name, repr(value), f"one of {', '.join(map(str, allowed))}")
@@ -1764,8 +1766,7 @@ class Bank(SimCLR):
     def step(self, encoder, images, index, generator, **options):
         z = unit(self.embed_views(encoder, generator, images)[0])
         self.seen_index, self.seen_z = index, z.detach()
-        rows = self.bank.rows
-        given = {"negatives": rows, "positive_index": index, "normalize": False}
+        given = {"negatives": self.bank.rows, "positive_index": index, "normalize": False}
         return self.contrast(z, **given, **options)
 
     def after_step(self):
