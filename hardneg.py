@@ -93,7 +93,7 @@ class Options(TypedDict, total=False):
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
                     log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
-                    it gets several positives, (a, M), too, alone. Masked logits are −1e30
+                    it is called again on several positives (a, M) alone. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
                     log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
@@ -104,8 +104,8 @@ class Options(TypedDict, total=False):
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
     detach_weights  no gradient through the weights. None: True for transported, else False
-    debias          "published"; "exact": of uniform, tilted, top, hardest, with τ⁺, no log_weights
-    reduction       "mean", "sum": of all ranks; "none": of each anchor of this one, mean for DDP
+    debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
+    reduction       "mean", "sum": of all ranks; "none": each of this rank; then DDP wants its mean
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
                     on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
                     no second derivative, and random functions draw again in the backward pass of
@@ -176,7 +176,7 @@ def contrastive_loss(
                     no candidates, but positives of a single view. torch.arange(B) for negatives=y
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
-    log_weights     finite (A, N) or (N,), without a gradient: added to the rule's log weights.
+    log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
                     Scores of a teacher; −log(K q_j) of K candidates drawn with probability q_j, or
                     log q_i − log q_j, which corrects the logit of the positive, row i, as well
     labels          (B,), or (B + K,) with negatives (K, D), the last K of its rows. Samples of one
@@ -184,7 +184,7 @@ def contrastive_loss(
                     and of a single view without `positive_index`. Every number is a label, −1 too
     group           a torch.distributed group: candidates are the views of all ranks, rank r's from
                     r·V·B on. `negatives` (K, D) must be the same on all: see `gather`. All ranks
-                    call together, with views of one shape, and DDP averages the gradients; it has
+                    call together, with arguments of one shape, and DDP averages gradients; it has
                     to wrap the loss, too, if that learns
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
                     anchors where debiasing leaves nothing, or a floor; `ess`, (Σw)²/Σw² over N_i;
@@ -242,7 +242,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     if callable(objective):
         dropped = torch.minimum(neg, log_w) < FAR  # to fill ends its slope, too
         kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
-        losses = objective(pos, kept, log_w_kept)
+        losses = objective(pos.masked_fill(pos < FAR, MASKED), kept, log_w_kept)
         _check_result("objective", losses, neg.shape[:1])
     elif objective == "simple":
         losses = simple(t * pos, t * neg, log_w)
@@ -297,7 +297,7 @@ MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
 
 # The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
-# is below FAR counts as masked; the ranges in Options keep it there, and finite in float32.
+# is below FAR counts as masked; the ranges in Options have to keep it there, finite in float32.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -368,15 +368,15 @@ def by_rule(logits, x, potential, t, options):
 def weigh(pos, neg, log_n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
-    sum to N_i, as uniform ones do. A positive is weighed as a candidate of its logit, at potential
-    0, and scaled as they are; in "published" the weight of a single one would cancel. In a row
-    without candidates neg alone is masked; its weights mean nothing, and nobody reads them."""
+    sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
+    of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
+    Of a row without candidates neg alone is masked: its weights are not to be read."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[:, None]
     if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] == "exact"):
-        # log_w − scores is one number a row, but lost in rounding where both are near MASKED
+        # the softmax shifts a row by one number, which rounding loses at all but the heaviest
         scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
         log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
     if pairs.log_weights is not None:
@@ -418,8 +418,8 @@ def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
     0 without negatives. Unlike `nce`, a near positive has the full gradient. For one positive,
-    where no floor binds, this at τ⁺ = 0, plus log(1 + 1/N), is `nce` at τ⁺ = 1/(N + 1).
-    Ref: [12] Eq. 6"""
+    weights of mean 1, and no floor that binds, this at τ⁺ = 0, plus log(1 + 1/N), is `nce` at
+    τ⁺ = 1/(N + 1). Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
@@ -453,9 +453,9 @@ OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # 
 OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show what their e^s
-# is, so their expected part of the weighted mean of e^s can be subtracted. It is τ_i, not τ⁺, if
-# weights prefer the near. `published` is [1]'s formula, with τ⁺; `exact`, with τ_i, follows from
-# its q. In both, E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, and E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
+# is, so their part of the weighted mean of e^s can be subtracted. If weights prefer the near, they
+# have another share of the weights: τ_i. `published` is [1]'s formula, with τ⁺; `exact` has τ_i. In
+# both E = Σ_j w_j e^{s_j} / W, with W = Σ_j w_j, and E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -537,8 +537,8 @@ class _Pairs(NamedTuple):
     """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
     To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, and the
     coupling gathers it. If it has one for each candidate, `_line_up` gathers it. If it has a
-    gradient, name it in MAY_LEARN: it is a tensor in every call. If it masks, have it in `plain` of
-    `_mask_`, and in `symmetric` of `_couple` if the mask of i, j is not that of j, i. An argument
+    gradient, it is a tensor in every call, named in MAY_LEARN, or blocks lose it. If it masks, have
+    it in `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. An argument
     also stands in Call, `contrastive_loss` and its `given`, `_check_call` and `_line_up`; for rules
     in `weigh` and `_couple`, which call `by_rule`."""
 
@@ -635,7 +635,7 @@ def _who(pairs, options):
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd does not know. So nothing before may save neg for it, as neg.square() would. And no
+    Autograd does not know. So nothing before may save neg for it: neg.square() would raise. And no
     loss may have a slope in a masked logit, here or by `_drop_`: it would reach the embeddings. A
     masked logit has no share in a sum; of a sum of nothing else, an objective fills the result."""
     _drop_(neg, pairs.own)
@@ -738,15 +738,15 @@ def sinkhorn(
     every step → f (A,), g (N,), error. Differentiable; autograd stores 2·A·N numbers for each step.
 
     A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g, so that
-    columns sum to A/N; the end divides by A. Here A and N leave out what is all masked. Where
-    kernel and mask are `symmetric`, a step ends with the mean, f = g = (f + g) / 2 [10], and fewer
-    are needed; of other kernels that is no coupling, and it warns. It stops at an error
-    Σ_i |Σ_j P_ij − 1/A| of `tolerance` (None: 1e-5, in float64 1e-12), or at max_steps.
+    columns sum to A/N; the end divides by A. Here A and N leave out what is all masked. If the
+    kernel is its transpose, `symmetric`, a step ends with the mean, f = g = (f + g) / 2 [10]: fewer
+    are needed; for other kernels that does not converge. It stops at an error Σ_i |Σ_j P_ij − 1/A|
+    of `tolerance` (None: 1e-5, in float64 1e-12), or with a warning after max_steps.
 
     Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P: near 1,
-    for hundreds of steps, where rows cluster and ε is 0.1. A symmetric step does by |μ (1 − μ)| / 2
-    over all eigenvalues μ of A·P but the first: by up to 1/8 for μ ≥ −0.2, by nearly 1 where μ is
-    near −1, as for near pairs. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
+    for hundreds of steps, where rows cluster and ε is 0.1. A symmetric one makes (−μ + μ²)/2 of g's
+    error along an eigenvector of A·P: by size up to 1/8 for μ ≥ −0.2, nearly 1 for μ near −1, as
+    near pairs have. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -909,11 +909,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The logits of a large batch do not fit into memory, so `answer` gets
-# blocks of anchors. It must not count its calls, or communicate between ranks, as these call it:
-#     _evaluate      all anchors at once     with autograd, if the caller has it
-#     _run_blocks    each block              with, if needed; for "none" without, then again with
-#     _in_blocks     the first anchor        with, if functions are given; all if these learn
-#     _statistics    the first 2^20 pairs    without
+# blocks of anchors. It must not count its calls, or communicate between ranks, as its callers are:
+#     _evaluate      all at once               as the caller has it
+#     _run_blocks    a block at a time         for a sum on; for "none" off, and on in a second run
+#     _in_blocks     the first, for functions  on, to see whether they learn; then all at once
+#     _statistics    of the first 2^20 pairs   off
 
 
 def _evaluate(pairs, group, options):
@@ -1026,7 +1026,7 @@ def _run_blocks(pairs, options, size, learned, grad_losses):
             found = answer(some._replace(**leaves), options)
         losses[rows] = found.losses.detach()
         tally += found.tally
-        if grad_losses is not None:
+        if grad_losses is not None and found.losses.requires_grad:
             wanted, grads = list(leaves.values()), grad_losses[rows]
             parts = torch.autograd.grad(found.losses, wanted, grads, materialize_grads=True)
             for name, slope, part in zip(learned, slopes, parts, strict=True):
@@ -1177,7 +1177,7 @@ def settle(given: Options) -> Options:
     of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[options["loss"]], strict=True)
     for name, value in of_loss:
         if options[name] is None:
-            options[name] = value
+            options[name] = value  # tau_plus may stay None, which is 1 / (N_i + 1)
     weights, objective = options["weights"], options["objective"]
     has_tau_plus = objective in tuple(OF_LOGITS)  # a function may have no hash
     if not has_tau_plus:
@@ -1193,7 +1193,7 @@ def settle(given: Options) -> Options:
 def _check_option(name, value):
     allowed = ALLOWED[name]
     if callable(value) and name in ("weights", "objective"):
-        named = value in [globals()[x] for x in allowed]  # a name means more: weights of mean 1, τ⁺
+        named = value in [globals().get(x) for x in allowed]  # a name means more: mean 1, τ⁺
         _require(not named, name, repr(value), "its name in quotes")
         return
     if value is None and DEFAULTS[name] is None:
