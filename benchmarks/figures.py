@@ -48,18 +48,14 @@ def curves():
     for axis, (name, title) in zip(axes[0], BY_T.items(), strict=True):
         found = common.read(name)
         for loss in ("simclr", "hard", "hcl", "ot"):
-            axis.plot(TEMPERATURES, accuracies(found, loss), ".-", label=loss)
+            heights = [found[f"{loss}-{t}"][0]["linear"] for t in TEMPERATURES]
+            axis.plot(TEMPERATURES, heights, ".-", label=loss)
         untrained = next(iter(found.values()))[0]["untrained"]["linear"]
         axis.axhline(untrained, color="k", ls=":", label="untrained")
         axis.set(xscale="log", xlabel="temperature", ylabel="linear readout, %", title=title)
         axis.set_xticks(TEMPERATURES, TEMPERATURES)
     axes[0][0].legend()
     return figure
-
-
-def accuracies(found: dict, loss: str) -> list[float]:
-    """List the linear readout of a loss over the temperature."""
-    return [found[f"{loss}-{t}"][0]["linear"] for t in TEMPERATURES]
 
 
 # ---- By itself ---------------------------------------------------------------------------------

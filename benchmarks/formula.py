@@ -154,11 +154,6 @@ SLOPED = [row for row in ROWS if row.kind == "tilted" and row.setting in SHORT]
 # ---- Tables ------------------------------------------------------------------------------------
 
 
-def root(gaps: list) -> str:
-    """Write the root of the mean square."""
-    return f"{math.sqrt(np.mean(np.square(gaps))):.2f}"
-
-
 def distances(settings: list[str]) -> str:
     """Write how far rows are from the plain curve, and how far noise alone would set them."""
     lines = [["setting, weights", "rows"]]
@@ -168,8 +163,9 @@ def distances(settings: list[str]) -> str:
         rows = [row for row in ROWS if row[:2] == kind]
         line = [", ".join(kind), str(len(rows))]
         for figure in FIGURES:
-            line += [root([row.gaps(figure, of(row))[0] for row in rows]) for of in PLACES.values()]
-            line.append(root([row.gaps(figure, row.cold())[1:].std() for row in rows]))
+            sizes = [[row.gaps(figure, of(row))[0] for row in rows] for of in PLACES.values()]
+            sizes.append([row.gaps(figure, row.cold())[1:].std() for row in rows])
+            line += [f"{np.sqrt(np.mean(np.square(some))):.2f}" for some in sizes]
         lines.append(line)
     return report.markdown(lines)
 
@@ -238,12 +234,28 @@ def draw():
     return figure
 
 
+def draw_long():
+    """Draw linear readout over t after 60 epochs: a dot a run, a line through the means."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axis, setting in zip(axes, LONG, strict=True):
+        for color, kind in zip("k C2 C0 C1 C4".split(), KINDS.values(), strict=True):
+            rows = [row for row in READ if row[:2] == (setting, kind) and not row.tau_plus]
+            runs = {row.t: [x[0] for x in row.values["linear"].values()] for row in rows}
+            for t, values in runs.items():
+                axis.plot([t] * len(values), values, ".", color=color)
+            axis.plot(list(runs), [mean(x) for x in runs.values()], color=color, label=kind)
+        axis.set(xscale="log", xlabel="t", ylabel="linear readout, %", title=setting)
+    axes[0].legend()
+    return figure
+
+
 def main():
     """Print the tables, and draw."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("which", nargs="?", choices=["pays"])
     if parser.parse_args().which:
         print(distances(LONG))
+        draw_long().savefig(common.RESULTS / "pays.png", dpi=110)
         return
     print(f"{distances(list(SETTINGS)[:-2])}\n\n{gains()}\n\n{nearest()}")
     draw().savefig(common.RESULTS / "formula.png", dpi=110)
