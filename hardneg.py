@@ -88,31 +88,30 @@ PAPERS = {
 
 
 class Options(TypedDict, total=False):
-    """Options of a loss: type, default and range, or names. A loss ignores those it does not use.
+    """Options of a loss; a loss ignores those it does not use. DEFAULTS and ALLOWED tell values.
 
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
                     log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
                     it is called again on several positives (a, M) alone. Masked logits are −1e30
-    objective       None: the loss's. Or a function: logits (a, M) of positives, logits (a, N) and
-                    log weights (a, N) of candidates → losses (a,), finite also where all are −1e30
+    objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
+                    weights (a, N) of candidates, −1e30 if it does not count → losses (a,), or 0 if none
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: 0, for hcl and debiased 1 / (N_i + 1)
-    beta, alpha, margin    β of tilted, α of top, η of triplet
-    epsilon, cost, kappa    ε in the unit of the ground cost, the cost, and κ of "exp": transported
+    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
+    beta of tilted; alpha of top; margin of triplet; epsilon, cost, and kappa, of "exp": transported
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
     detach_weights  no gradient through the weights. None: True for transported, else False
     debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
-    reduction       "mean", "sum": of all ranks; "none": each of this rank; then DDP wants its mean
+    reduction       "mean", "sum": of all ranks; "none": each of this rank, to be averaged for DDP
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
                     on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
                     no second derivative, and random functions draw again in the backward pass of
                     "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
                     the loss of the first anchor has no gradient in them, they never get any"""
 
-    # type, default, and a range [low, high] or names; section 8 reads these strings
+    # type, default, and a range [low, high] or names; section 8 reads these
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -172,8 +171,8 @@ def contrastive_loss(
                     `labels`; an anchor without any has the loss 0 and is left out of the mean
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
-    positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample. They are
-                    no candidates, but positives of a single view. torch.arange(B) for negatives=y
+    positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample: they are
+                    no candidates. They are the positives of a single view. torch.arange(B) for y
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
@@ -184,10 +183,10 @@ def contrastive_loss(
                     and of a single view without `positive_index`. Every number is a label, −1 too
     group           a torch.distributed group: candidates are the views of all ranks, rank r's from
                     r·V·B on. `negatives` (K, D) must be the same on all: see `gather`. All ranks
-                    call together, with arguments of one shape, and DDP averages gradients; it has
-                    to wrap the loss, too, if that learns
+                    call together, with arguments of one shape, and DDP has to average gradients, of
+                    what the loss learns, too: without it they are larger, by the number of ranks
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
-                    anchors where debiasing leaves nothing, or a floor; `ess`, (Σw)²/Σw² over N_i;
+                    anchors that debiasing leaves no more than a floor; `ess`, (Σw)² / (N_i Σw²);
                     `positive`, `negative`, mean cosines; `spread`, root of the mean variance of an
                     anchor's negative cosines; `candidates`, mean N_i. NaN: a mean over none
 
@@ -240,7 +239,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     objective, t = options["objective"], pairs.t
     clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
     if callable(objective):
-        dropped = torch.minimum(neg, log_w) < FAR  # to fill ends its slope, too
+        dropped = torch.minimum(neg, log_w) < FAR  # filling cuts the gradient there, too
         kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
         losses = objective(pos.masked_fill(pos < FAR, MASKED), kept, log_w_kept)
         _check_result("objective", losses, neg.shape[:1])
@@ -289,7 +288,7 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and its name
 #     in WEIGHTS; or in FIT_FOR_EXACT, if a weight is a function of the logit that grows with it;
 #     in SCALED_TO_MEAN_ONE, too, if its weights are to have mean 1.
-# Positives are weighed by it, too: a rule of whole rows takes them as x, as `top` does.
+# It weighs positives, too: one that compares within a row finds the row in `logits`, and weighs x.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
@@ -376,7 +375,7 @@ def weigh(pos, neg, log_n, pairs, options):
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + log_n[:, None]
     if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] == "exact"):
-        # the softmax shifts a row by one number, which rounding loses at all but the heaviest
+        # a row's shift, read at its heaviest, where rounding keeps it; "published" cancels it
         scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
         log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
     if pairs.log_weights is not None:
@@ -391,7 +390,8 @@ def weigh(pos, neg, log_n, pairs, options):
 # `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another. A masked logit
 # must have no share in a loss: see `_mask_`.
 # To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
-# its branch in `answer`, its name in OBJECTIVES. If labels make positives: `by_label`'s condition.
+# its branch in `answer`, its name in OBJECTIVES. If it needs them: its option in Options, and its
+# name beside "ppcl" in `_line_up` if labels make positives.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -453,16 +453,16 @@ OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # 
 OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show what their e^s
-# is, so their part of the weighted mean of e^s can be subtracted. If weights prefer the near, they
-# have another share of the weights: τ_i. `published` is [1]'s formula, with τ⁺; `exact` has τ_i. In
-# both E = Σ_j w_j e^{s_j} / W, with W = Σ_j w_j, and E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
+# is, so their part of the weighted mean of e^s can be subtracted. If weights prefer the near, false
+# negatives have another share of them: τ_i. `published` is [1]'s formula, with τ⁺; `exact` has τ_i.
+# In both E = Σ_j w_j e^{s_j} / W, with W = Σ_j w_j, and E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the expected false negatives, with the share τ⁺, whatever the weights.
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
     log_mean: log E; log_mean_pos: log E⁺; tau_plus: τ⁺; (A,) each → (A,), and where the floor
-    holds: as no cosine is below −1, no less can be left. There E passes no gradient on.
+    holds: as no cosine is below −1, no less can be left. There only t has a gradient.
     Ref: [1] Eq. 2; Fig. 5, but for its floor, which lacks N"""
     floor = -1 / t
     rest, nothing_left = _subtract(log_mean, log_mean_pos, tau_plus.log())
@@ -539,8 +539,8 @@ class _Pairs(NamedTuple):
     coupling gathers it. If it has one for each candidate, `_line_up` gathers it. If it has a
     gradient, it is a tensor in every call, named in MAY_LEARN, or blocks lose it. If it masks, have
     it in `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. An argument
-    also stands in Call, `contrastive_loss` and its `given`, `_check_call` and `_line_up`; for rules
-    in `weigh` and `_couple`, which call `by_rule`."""
+    also stands in Call, in `contrastive_loss` with its checks, in `_check_call` and `_line_up`; for
+    rules in `weigh` and `_couple`, which call `by_rule`."""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
@@ -636,8 +636,8 @@ def _who(pairs, options):
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Autograd does not know. So nothing before may save neg for it: neg.square() would raise. And no
-    loss may have a slope in a masked logit, here or by `_drop_`: it would reach the embeddings. A
-    masked logit has no share in a sum; of a sum of nothing else, an objective fills the result."""
+    loss may have a slope in a logit masked here or by `_drop_`: it would reach the embeddings. A
+    masked logit has no share in a sum; of a sum of nothing else an objective is flat, or filled."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -743,10 +743,10 @@ def sinkhorn(
     are needed; for other kernels that does not converge. It stops at an error Σ_i |Σ_j P_ij − 1/A|
     of `tolerance` (None: 1e-5, in float64 1e-12), or with a warning after max_steps.
 
-    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P: near 1,
-    for hundreds of steps, where rows cluster and ε is 0.1. A symmetric one makes (−μ + μ²)/2 of g's
-    error along an eigenvector of A·P: by size up to 1/8 for μ ≥ −0.2, nearly 1 for μ near −1, as
-    near pairs have. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
+    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P. It is
+    near 1, and steps are hundreds, where rows cluster and ε is 0.1. A symmetric step multiplies an
+    eigenvector of A·P by (μ² − μ)/2: at most 1/8 for μ ≥ −0.2, nearly 1 for μ near −1, as near
+    pairs have. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -909,11 +909,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # Skip this on a first reading. The logits of a large batch do not fit into memory, so `answer` gets
-# blocks of anchors. It must not count its calls, or communicate between ranks, as its callers are:
-#     _evaluate      all at once               as the caller has it
-#     _run_blocks    a block at a time         for a sum on; for "none" off, and on in a second run
-#     _in_blocks     the first, for functions  on, to see whether they learn; then all at once
-#     _statistics    of the first 2^20 pairs   off
+# blocks of anchors. It must not count its calls, or communicate between ranks, as it is called by
+#     _evaluate      for all anchors, if there are no blocks
+#     _run_blocks    for a block, with its gradient; for "none" without, and again in backward, with
+#     _in_blocks     for the first anchor, to see if functions of one's own learn; then for all
+#     _statistics    for the first 2^20 pairs, without a gradient
 
 
 def _evaluate(pairs, group, options):
@@ -978,7 +978,7 @@ def _in_blocks(pairs, options, size):
 
 class _InBlocks(torch.autograd.Function):
     """Know the gradient of the losses in memory of the embeddings' size. That of a sum is computed
-    with it, and multiplied by a number in the backward pass. There single losses run again."""
+    forward, and multiplied by a number backward. For "none" the blocks run again, backward."""
 
     @staticmethod
     def forward(ctx, pairs, options, size, learned, *tensors):
@@ -1008,15 +1008,15 @@ class _InBlocks(torch.autograd.Function):
         return None, None, None, None, *slopes
 
 
-# Once a piece of 31 MB is freed, glibc keeps smaller ones for the next block. Fresh pages instead
-# make hcl take 1.1 to 1.2 times as long.
+# For speed alone: once a piece of 31 MB is freed, glibc keeps smaller ones for the next block.
+# Fresh pages instead make hcl take 1.1 to 1.2 times as long.
 torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _run_blocks(pairs, options, size, learned, grad_losses):
     """Compute losses (A,), their tally, and the gradient in what is learned, given that in losses,
     grad_losses (A,), or None for no gradient."""
-    losses = torch.empty_like(pairs.anchors[:, 0])  # a block's own would split memory of the next
+    losses = torch.empty_like(pairs.anchors[:, 0])  # one: a small one a block would split memory
     tally = losses.new_zeros(3)
     slopes = [torch.zeros_like(getattr(pairs, name)) for name in learned]
     for rows in _slices(len(losses), size):
@@ -1201,7 +1201,7 @@ def _check_option(name, value):
     if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
-        kind = numbers.Integral if name == "block_size" else numbers.Real
+        kind = numbers.Integral if name == "block_size" else numbers.Real  # the one whole number
         _check_number(name, value, *allowed, kind)
     else:
         known = isinstance(value, (str, bool)) and value in allowed
