@@ -95,7 +95,7 @@ class Options(TypedDict, total=False):
                     log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
                     it is called again on several positives (a, M) alone. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
-                    weights (a, N) of candidates, −1e30 if it does not count → losses (a,), or 0 if none
+                    weights (a, N) of candidates, −1e30 if it does not count → losses (a,), or 0
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
     beta of tilted; alpha of top; margin of triplet; epsilon, cost, and kappa, of "exp": transported

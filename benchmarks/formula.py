@@ -39,6 +39,7 @@ KINDS = {  # weights, whether they are held, objective
 }
 FIGURES = {"linear": "linear", "knn": "kNN"}
 DRAWS = 1000
+GENERATOR = np.random.default_rng(0)  # one for all settings, so that their noise is not the same
 
 
 class Row(NamedTuple):
@@ -132,12 +133,12 @@ def normal_of(run: dict) -> float:
 def rows_of(setting: str) -> list[Row]:
     """Read the rows of a setting."""
     studies, study = SETTINGS[setting]
-    generator, rows = np.random.default_rng(0), []
+    rows = []
     noise = {figure: noise_of(study, figure) for figure in FIGURES}
     for cell, of_seed in cells_of(studies).items():
         values = {figure: {} for figure in FIGURES}
         for figure, (seed, runs) in itertools.product(FIGURES, sorted(of_seed.items())):
-            draws = noise[figure] * generator.standard_normal(DRAWS)
+            draws = noise[figure] * GENERATOR.standard_normal(DRAWS)
             values[figure][seed] = mean(run[figure] for run in runs) + np.append(0, draws)
         runs = sum(of_seed.values(), [])
         sigma = mean(run.get("history", [{}])[-1].get("spread", normal_of(run)) for run in runs)
