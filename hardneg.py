@@ -95,7 +95,7 @@ class Options(TypedDict, total=False):
                     log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
                     it is called again on several positives (a, M) alone. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
-                    weights (a, N) of candidates, −1e30 if it does not count → losses (a,), or 0
+                    weights (a, N), −1e30 if it does not count → losses (a,); 0 without candidates
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
     beta of tilted; alpha of top; margin of triplet; epsilon, cost, and kappa, of "exp": transported
@@ -172,7 +172,7 @@ def contrastive_loss(
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
     positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample: they are
-                    no candidates. They are the positives of a single view. torch.arange(B) for y
+                    no candidates. They are the positives of a single view. Of negatives=y: arange(B)
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
@@ -186,9 +186,9 @@ def contrastive_loss(
                     call together, with arguments of one shape, and DDP has to average gradients, of
                     what the loss learns, too: without it they are larger, by the number of ranks
     return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
-                    anchors that debiasing leaves no more than a floor; `ess`, (Σw)² / (N_i Σw²);
-                    `positive`, `negative`, mean cosines; `spread`, root of the mean variance of an
-                    anchor's negative cosines; `candidates`, mean N_i. NaN: a mean over none
+                    anchors where nothing is left, or only the floor of `published`; `positive`,
+                    `negative`, mean cosines; `spread`, root of the mean variance of an anchor's
+                    negative ones; `candidates`, mean N_i; `ess`, (Σw)² / (N_i Σw²). NaN: of none
 
     Takes floats of 16 bits or more, computes in float32 at least, autocast off. Values are not
     checked on a GPU or in compiled code. Cost: A·N·D; `transported` adds 2·A·N for each step of
@@ -225,7 +225,7 @@ class _Answers(NamedTuple):
 
 
 def answer(pairs: _Pairs, options: Options) -> _Answers:
-    """Answer the three questions for some anchors. Every call of the loss runs this."""
+    """Answer the three questions for some anchors. A loss may run this twice: see 7."""
     # 1. Who could be a negative?
     pos, neg, n = _who(pairs, options)  # logits (a, M), (a, N); N_i (a,)
     log_n = n.clamp_min(1).log()
@@ -283,8 +283,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-# A rule maps logits (A, N) to log weights (A, N). It sees some rows at a time: no row may depend on
-# another. What is masked has to stay so: add uniform(x), unless the rule maps MASKED to below FAR.
+# A rule maps logits (a, N) to log weights (a, N). It sees some rows at a time: no row may depend on
+# another. What is masked has to stay so: end with .masked_fill(x < FAR, MASKED), if in doubt.
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and its name
 #     in WEIGHTS; or in FIT_FOR_EXACT, if a weight is a function of the logit that grows with it;
 #     in SCALED_TO_MEAN_ONE, too, if its weights are to have mean 1.
@@ -388,7 +388,7 @@ def weigh(pos, neg, log_n, pairs, options):
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas; without any it is below FAR, and no inf or NaN may come of it.
 # `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another. A masked logit
-# must have no share in a loss: see `_mask_`.
+# must have no share in a loss: see `_mask_`; that none is left is seen in neg, not in log_w.
 # To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
 # its branch in `answer`, its name in OBJECTIVES. If it needs them: its option in Options, and its
 # name beside "ppcl" in `_line_up` if labels make positives.
