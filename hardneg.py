@@ -172,7 +172,7 @@ def contrastive_loss(
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
     positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample: they are
-                    no candidates. They are the positives of a single view. Of negatives=y: arange(B)
+                    no candidates. They are the positives of a single view. Of y: arange(B)
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
