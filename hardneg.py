@@ -111,7 +111,7 @@ class Options(TypedDict, total=False):
                     "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
                     the loss of the first anchor has no gradient in them, they never get any"""
 
-    # type, default, and a range [low, high] or names; section 8 reads these
+    # type, default, and a list [low, high] or a tuple of names; section 8 reads these
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -165,10 +165,10 @@ def contrastive_loss(
     """Compute any of the losses, on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
 
-    views           (B, D) each; row i of each shows sample i. Every row is an anchor, in the order
-                    of torch.cat(views); the other rows of its sample are its positives, those of
-                    others its candidates. A single view has positives by `positive_index`, or else
-                    `labels`; an anchor without any has the loss 0 and is left out of the mean
+    views           (B, D) each; row i shows sample i. Every row is an anchor, in the order of
+                    torch.cat(views); other rows of its sample are its positives, those of others
+                    its candidates. A single view has positives by `positive_index`, or else
+                    `labels`. The mean leaves out anchors without any, not those without candidates
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
     positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample: they are
@@ -288,7 +288,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and its name
 #     in WEIGHTS; or in FIT_FOR_EXACT, if a weight is a function of the logit that grows with it;
 #     in SCALED_TO_MEAN_ONE, too, if its weights are to have mean 1.
-# It weighs positives, too: one that compares within a row finds the row in `logits`, and weighs x.
+# It weighs positives, too: one that compares within a row finds the row in `logits`, and weighs x;
+# one with a number for each column needs one for positives, as 0.0 is for the potential.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
@@ -386,12 +387,13 @@ def weigh(pos, neg, log_n, pairs, options):
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
-# debiased, "negatives" in formulas; without any it is below FAR, and no inf or NaN may come of it.
-# `simple` and `triplet` get cosines, and have no τ⁺. No row may depend on another. A masked logit
-# must have no share in a loss: see `_mask_`; that none is left is seen in neg, not in log_w.
-# To add an objective of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺. One of cosines:
-# its branch in `answer`, its name in OBJECTIVES. If it needs them: its option in Options, and its
-# name beside "ppcl" in `_line_up` if labels make positives.
+# debiased, "negatives" in formulas. Without any it is below FAR; so are all pos without a positive:
+# no inf or NaN may come of these. `simple` and `triplet` get t · logits, masked ones too, and have
+# no τ⁺. No row may depend on another. A masked logit must have no share in a loss (see `_mask_`):
+# average by `_weighted_mean`. That none is left is seen in neg, not in log_w.
+# To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of cosines: its branch
+# in `answer`, its name in OBJECTIVES. If needed: its option in Options, and, if labels make
+# positives, its name beside "ppcl" in `_line_up`.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -912,7 +914,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # blocks of anchors. It must not count its calls, or communicate between ranks, as it is called by
 #     _evaluate      for all anchors, if there are no blocks
 #     _run_blocks    for a block, with its gradient; for "none" without, and again in backward, with
-#     _in_blocks     for the first anchor, to see if functions of one's own learn; then for all
+#     _in_blocks     for the first anchor, to see if functions of one's own learn; if so, for all
 #     _statistics    for the first 2^20 pairs, without a gradient
 
 
@@ -1008,14 +1010,12 @@ class _InBlocks(torch.autograd.Function):
         return None, None, None, None, *slopes
 
 
-# For speed alone: once a piece of 31 MB is freed, glibc keeps smaller ones for the next block.
-# Fresh pages instead make hcl take 1.1 to 1.2 times as long.
+# For speed: a freed piece of 31 MB has glibc keep smaller ones. hcl else takes up to 1.2 times
 torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _run_blocks(pairs, options, size, learned, grad_losses):
-    """Compute losses (A,), their tally, and the gradient in what is learned, given that in losses,
-    grad_losses (A,), or None for no gradient."""
+    """Compute losses (A,), tally, and slopes of what is learned; without grad_losses (A,) all 0."""
     losses = torch.empty_like(pairs.anchors[:, 0])  # one: a small one a block would split memory
     tally = losses.new_zeros(3)
     slopes = [torch.zeros_like(getattr(pairs, name)) for name in learned]
