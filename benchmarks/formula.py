@@ -1,10 +1,9 @@
 """Is a loss with weights a plain one at another temperature? python benchmarks/formula.py
 
-Prints the tables of studies/formula.md from records, and draws results/formula.png; `formula.py
-pays` prints that of the runs of 60 epochs. The page says what a setting, a gap and noise are.
+Prints the tables of studies/formula.md from records, and draws results/formula.png and pays.png.
+The page says what a setting, a gap and noise are.
 """
 
-import argparse
 import itertools
 import math
 from statistics import mean
@@ -229,7 +228,7 @@ def draw():
         last.set(xlabel="σ/t̂", ylabel="gap at t̂")
         last.axhline(0, color="k", lw=0.8)
     for kind, mark in marks.items():
-        last.plot([], [], f"k{mark}", label=kind)
+        last.plot([], [], f"k{mark}", label=kind.replace("`", ""))
     line[0].legend(fontsize=7)
     last.legend(fontsize=7)
     return figure
@@ -244,22 +243,20 @@ def draw_long():
             runs = {row.t: [x[0] for x in row.values["linear"].values()] for row in rows}
             for t, values in runs.items():
                 axis.plot([t] * len(values), values, ".", color=color)
-            axis.plot(list(runs), [mean(x) for x in runs.values()], color=color, label=kind)
+            means, label = [mean(x) for x in runs.values()], kind.replace("`", "")
+            axis.plot(list(runs), means, color=color, label=label)
         axis.set(xscale="log", xlabel="t", ylabel="linear readout, %", title=setting)
+        axis.set_xticks([0.07, 0.1, 0.2, 0.4], [0.07, 0.1, 0.2, 0.4])
+        axis.minorticks_off()
     axes[0].legend()
     return figure
 
 
 def main():
     """Print the tables, and draw."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("which", nargs="?", choices=["pays"])
-    if parser.parse_args().which:
-        print(distances(LONG))
-        draw_long().savefig(common.RESULTS / "pays.png", dpi=110)
-        return
-    print(f"{distances(list(SETTINGS)[:-2])}\n\n{gains()}\n\n{nearest()}")
+    print(f"{distances(list(SETTINGS)[:-2])}\n\n{distances(LONG)}\n\n{gains()}\n\n{nearest()}")
     draw().savefig(common.RESULTS / "formula.png", dpi=110)
+    draw_long().savefig(common.RESULTS / "pays.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -309,7 +309,7 @@ hard negatives gain on CIFAR-10 | [1], [2]
     `hcl`, t = 0.1 | long | hcl 0.1 − simclr
     tilted weights, t = 0.1 | long | tilted − simclr
 … over a plain loss as cold: a registered study of 60 epochs | here
-    CIFAR-10, t = 0.2 over 0.1 | pays-cifar10 | tilted 0.2 − long: simclr
+    CIFAR-10, t = 0.2 over 0.1 | pays-cifar10 | tilted 0.2 − simclr 0.1
     CIFAR-10, t = 0.4 over 0.2 | pays-cifar10 | tilted 0.4 − simclr 0.2
     Tiny ImageNet, t = 0.2 over 0.1 | pays-tiny | tilted 0.2 − simclr 0.1
 … and the best row over the best plain one | here
