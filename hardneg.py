@@ -454,10 +454,10 @@ def _mean_over_positives(x, pos):
 OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # these have τ⁺
 OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
-# A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show what their e^s
-# is, so their part of the weighted mean of e^s can be subtracted. If weights prefer the near, false
-# negatives have another share of them: τ_i. `published` is [1]'s formula, with τ⁺; `exact` has τ_i.
-# In both E = Σ_j w_j e^{s_j} / W, with W = Σ_j w_j, and E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
+# A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
+# that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
+# another, τ_i: `exact`. `published` is [1]'s formula. E = Σ_j w_j e^{s_j} / W, with W = Σ_j w_j, and
+# E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, and `settle` for what it fits.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -475,10 +475,10 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 def exact(log_mean, log_mean_pos, log_share, least, most):
     """Subtract the expected false negatives with their share τ_i of the weight.
         log( (E − τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
-    log_share: log τ_i of `class_share`; least: the published mean for uniform weights, as hard
-    weights raise a mean; most: the largest logit; (A,) each → (A,), and where nothing is left, as
-    at τ_i ≥ 1. There it is least, and where least > most, too. One e^p dominates E⁺ at a small t:
-    use it at t ≥ 0.3, with four or more positives that are samples of the class. Ref: [1], q_β⁻"""
+    log_share: log τ_i of `class_share`, an estimate; least: the published mean for uniform weights,
+    which is below that for hard ones; most: the largest logit; (A,) each → (A,), and where nothing
+    is left: there, and where least > most, it is least. One e^p dominates E⁺ at a small t: use it
+    at t ≥ 0.3, with four or more positives that are samples of the class. Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_mean, log_mean_pos, log_share)
     rest = torch.minimum(rest, most).maximum(least)
     return torch.where(nothing_left, least, rest), nothing_left
@@ -745,10 +745,10 @@ def sinkhorn(
     are needed; for other kernels that does not converge. It stops at an error Σ_i |Σ_j P_ij − 1/A|
     of `tolerance` (None: 1e-5, in float64 1e-12), or with a warning after max_steps.
 
-    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P. It is
-    near 1, and steps are hundreds, where rows cluster and ε is 0.1. A symmetric step multiplies an
-    eigenvector of A·P by (μ² − μ)/2: at most 1/8 for μ ≥ −0.2, nearly 1 for μ near −1, as near
-    pairs have. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
+    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P, near 1
+    where rows cluster and ε is 0.1: that takes hundreds. A symmetric step multiplies it along each
+    eigenvector of A·P, of eigenvalue μ, by (μ² − μ)/2: by at most 1/8 for μ ≥ −0.2, by nearly 1 for
+    μ near −1, as near pairs have. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -1198,7 +1198,7 @@ def _check_option(name, value):
         return
     if value is None and DEFAULTS[name] is None:
         return
-    if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:
+    if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:  # t of MAY_LEARN
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
         kind = numbers.Integral if name == "block_size" else numbers.Real  # the one whole number
