@@ -456,7 +456,7 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
-# another, τ_i: `exact`. `published` is [1]'s formula. E = Σ_j w_j e^{s_j} / W, with W = Σ_j w_j, and
+# another, τ_i: `exact`. `published` is [1]'s formula. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, and
 # E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, and `settle` for what it fits.
 
 
