@@ -249,7 +249,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
         losses = triplet(t * pos, t * neg, log_w, options["margin"])
     else:
         log_negatives = log_sum(neg, log_w)  # (a,)
-        if options["tau_plus"] != 0:  # None as well: 1 / (N_i + 1)
+        if options["tau_plus"] != 0:  # None, too: by now 1 / (N_i + 1)
             found = _debiased(log_negatives, pos, neg, log_w, log_w_pos, log_n, pairs, options)
             log_negatives, clamped = found
         losses = OF_LOGITS[objective](pos, log_negatives)
@@ -286,8 +286,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # A rule maps logits (a, N) to log weights (a, N). It sees some rows at a time: no row may depend on
 # another. What is masked has to stay so: end with .masked_fill(x < FAR, MASKED), if in doubt.
 # To add a rule: its function, its branch in `by_rule`, its option in Options, and the function's
-#     name in WEIGHTS, or in FIT_FOR_EXACT if a weight never falls as its logit grows; in
-#     SCALED_TO_MEAN_ONE, too, if weights are to have mean 1: then it has to keep one in each row.
+#     name in WEIGHTS, or in FIT_FOR_EXACT if a weight is of the row and never falls as the logit
+#     grows; in SCALED_TO_MEAN_ONE, too, for mean 1: a row that it drops is then uniform.
 # It weighs positives, too: one that compares within a row finds the row in `logits`, and weighs x;
 # one with a number for each column needs one for positives, as 0.0 is for the potential.
 
@@ -387,13 +387,13 @@ def weigh(pos, neg, log_n, pairs, options):
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
-# debiased, "negatives" in formulas. Without any it is below FAR: there a loss is 0, and flat in it.
-# So are all pos without a positive: there it is no NaN. `simple` and `triplet` get t · logits,
-# masked ones too, and have no τ⁺. No row may depend on another. A masked logit must have no share
-# in a loss, see `_mask_`: average by `_weighted_mean`. neg, not log_w, shows if none is left.
-# To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of cosines: its name in
-# OBJECTIVES. With an option: that in Options, its branch in `answer`, which leaves pos as it is for
-# debiasing. If labels make positives: its name beside "ppcl" in `_line_up`.
+# debiased, "negatives" in formulas. Without any it is below FAR: a loss is 0 there, and flat in it.
+# Without a positive all pos are: a loss and its slope are finite there. `simple`, `triplet` get t ·
+# logits, masked ones too, and have no τ⁺. No row may depend on another. A masked logit must have no
+# share in a loss, see `_mask_`: use `_weighted_mean`. None is left where neg or log_w is below FAR.
+# To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
+# name in OBJECTIVES, its branch in `answer`. With an option, also: that in Options, a branch in
+# `answer` after debiasing, where t is pairs.t. If labels make positives: "ppcl" in `_line_up`.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -457,7 +457,7 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
 # another, τ_i: `exact`. `published` is [1]'s formula. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, and
-# E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, and `settle` for what it fits.
+# E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, `settle` and `_check_call`.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -537,7 +537,7 @@ def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
 class _Pairs(NamedTuple):
     """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
     To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, the
-    coupling gathers it. If it has one for each row of a batch, `_line_up` gathers it. If it has a
+    coupling gathers it. If it has one for each column, `_line_up` gathers it. If it has a
     gradient, it is a tensor in every call, named in MAY_LEARN, or blocks lose it. If it masks: in
     `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. If it weighs: in
     `of_mean_one` of `_debiased`. An argument also stands in Call, in `contrastive_loss` with its
@@ -701,7 +701,7 @@ def _mean_where(counts, x):
 
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
-    """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5, VII-C
+    """Compute the cost of coupling unit rows of a cosine, −2 if masked. Ref: [2] Eq. 5, VII-C
     "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
     _check_option("cost", cost)
     if cost == "sqeuclidean":
@@ -783,8 +783,8 @@ def _zero_if_masked(x):
 
 
 def _stops(error, step, max_steps, tolerance):
-    """Whether Sinkhorn stops, on all ranks, at max_steps always. A GPU is asked each 8 steps."""
-    if step % 8 > 0 and step < max_steps and not _may_read(error):
+    """Whether Sinkhorn stops, at max_steps always. All ranks see the same rows, so stop alike."""
+    if step % 8 > 0 and step < max_steps and not _may_read(error):  # a GPU is asked seldom
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
@@ -869,7 +869,7 @@ def mine(
             _check_finite("queries", queries)
             _check_finite("documents", documents)
         rows_at_once = min(n, max(128, 2**24 // size))
-        matrix = queries.new_empty(rows_at_once, size)  # once: fresh memory would be slow
+        matrix = queries.new_empty(rows_at_once, size)  # reused: fresh memory is slow
         found = torch.full((n, k), -1, device=device)
         found_cosines = queries.new_full((n, k), -INF)
         for rows in _slices(n, rows_at_once):
@@ -896,12 +896,13 @@ def mine(
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
     log_w (A, N), −∞ for what must not be drawn → indices (A, k); negatives=rows[draw(log_w, k)].
-    By tilted(logits), own rows −∞, it prefers hard ones: give the loss uniform weights then."""
+    By tilted(logits), own rows −1e30, it prefers hard ones: give the loss uniform weights then."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
     if _may_read(log_w):
         most = (log_w > FAR).sum(-1).amin().item()
+        _require(not log_w.isnan().any(), "log_w", "NaN", "a number, or −∞")
         _require(k <= most, "k", k, f"at most {most}: a row has no more of weight above 0")
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
     noise = torch.empty_like(log_w).exponential_(generator=generator)
@@ -965,14 +966,13 @@ def _slices(n, size):
 
 def _in_blocks(pairs, options, size):
     """Compute the losses of all anchors (A,), or their sum, and their tally, a block at a time."""
-    if callable(options["weights"]) or callable(options["objective"]):
-        alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
-        first = answer(pairs._replace(**alone).of(slice(0, 1)), options)
-        if first.losses.requires_grad:  # the functions learn, and `_InBlocks` does not see what
-            found = answer(pairs, options)
-            return found.losses, found.tally
     learned = []
     if torch.is_grad_enabled():
+        alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
+        first = answer(pairs._replace(**alone).of(slice(0, 1)), options)
+        if first.losses.requires_grad:  # functions or options learn, and `_InBlocks` sees no more
+            found = answer(pairs, options)
+            return found.losses, found.tally
         learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
     tensors = [getattr(pairs, name) for name in learned]
     return _InBlocks.apply(pairs, options, size, learned, *tensors)
@@ -980,12 +980,12 @@ def _in_blocks(pairs, options, size):
 
 class _InBlocks(torch.autograd.Function):
     """Know the gradient of the losses in memory of the embeddings' size. That of a sum is computed
-    forward, and multiplied by a number backward. For "none" the blocks run again, backward."""
+    forward, and multiplied by a number backward. Otherwise blocks run again, backward."""
 
     @staticmethod
     def forward(ctx, pairs, options, size, learned, *tensors):
         run = functools.partial(_run_blocks, pairs, options, size, learned)
-        if options["reduction"] == "none" or not learned:
+        if options["reduction"] not in ("mean", "sum") or not learned:
             value, tally, _ = run(None)  # (A,)
             # all that is read again is saved: autograd tells if it was changed in place by then
             ctx.save_for_backward(*filter(torch.is_tensor, pairs))
@@ -1186,7 +1186,7 @@ def settle(given: Options) -> Options:
         options["detach_weights"] = weights == "transported"
     if options["debias"] != "published":
         fits = weights in FIT_FOR_EXACT and has_tau_plus
-        _require(fits, "debias", "'exact'", "'published' with this objective and these weights")
+        _require(fits, "debias", repr(options["debias"]), f"'published' for {weights}, {objective}")
     return options
 
 
@@ -1251,7 +1251,7 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
     _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
     _check_tensor("log_weights", log_weights, "floating", (a, n), (n,))
     fits = log_weights is None or options["debias"] == "published"
-    _require(fits, "log_weights", "given", "None with exact debiasing")
+    _require(fits, "log_weights", "given", "None unless debias is 'published'")
     _check_tensor("labels", labels, None, (rows,))
 
 

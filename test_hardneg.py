@@ -1210,20 +1210,20 @@ class TestFunctions:
         of_neg = [lambda pos, neg, log_w: neg.amax(1), lambda pos, neg, log_w: neg.logsumexp(1)]
         close(*[contrastive_loss(x, y, weights="hardest", objective=f) for f in of_neg], 1e-12)
 
-    @pytest.mark.parametrize("part", ["weights", "objective"])
+    @pytest.mark.parametrize("part", ["weights", "objective", "tilted"])
     @pytest.mark.parametrize("reduction", ["mean", "none"])
-    def test_may_have_parameters(self, part, reduction):
+    def test_may_have_parameters(self, part, reduction, monkeypatch):
         x = embeddings(1, 2, 6, 3)
         learned = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
 
         def function(*logits):
-            if part == "weights":
-                return learned * logits[0]
-            return learned * torch.logsumexp(torch.cat(logits[:2], 1), 1)
+            return learned * (torch.cat(logits[:2], 1).logsumexp(1) if logits[1:] else logits[0])
 
+        monkeypatch.setattr(hardneg, "tilted", lambda logits, beta: function(logits))
+        given = {"weights": "tilted"} if part == "tilted" else {part: function}
         slopes = []
         for size in (0, 4):
-            value = contrastive_loss(*x, **{part: function}, reduction=reduction, block_size=size)
+            value = contrastive_loss(*x, **given, reduction=reduction, block_size=size)
             slopes += torch.autograd.grad(value.sum(), learned)
         close(*slopes, 1e-12)
 
@@ -1595,9 +1595,9 @@ class TestDraw:
 
     TOO_FEW = [([0, -INF, 0], 3), ([-INF] * 3, 1), ([0, 0, 0], 4), ([0, 0, 0], 0)]
 
-    @pytest.mark.parametrize("row, k", TOO_FEW)
+    @pytest.mark.parametrize("row, k", [*TOO_FEW, ([0, math.nan, 0], 1)])
     def test_too_few_candidates(self, row, k):
-        with pytest.raises(ValueError, match="^k is "):
+        with pytest.raises(ValueError, match="^log_w is NaN" if math.nan in row else "^k is "):
             hardneg.draw(torch.tensor([[0.0] * 3, row]), k)
 
 
@@ -1640,7 +1640,7 @@ class TestInvalidArguments:
     def test_exact_debiasing_is_not_for_all(self):
         """A coupling has no potential for positives, a function no weight, simple no τ⁺."""
         for other in ({"loss": "ot"}, {"weights": lambda s: s}, {"loss": "simple"}):
-            with pytest.raises(hardneg.InvalidArgument, match="^debias is .* 'published' with"):
+            with pytest.raises(hardneg.InvalidArgument, match="^debias is .* 'published' for"):
                 contrastive_loss(*embeddings(1, 2, 4, 3), debias="exact", **other)
 
     SHAPES = [[], [(4, 3)], [(4, 3), (5, 3)], [(4, 3), (4, 2)]]
