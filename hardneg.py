@@ -283,13 +283,13 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-# A rule maps logits (a, N) to log weights (a, N). It sees some rows at a time: no row may depend on
-# another. What is masked has to stay so: end with .masked_fill(x < FAR, MASKED), if in doubt.
-# To add a rule: its function, its branch in `by_rule`, its option in Options, and the function's
-#     name in WEIGHTS, or in FIT_FOR_EXACT if a weight is of the row and never falls as the logit
-#     grows; in SCALED_TO_MEAN_ONE, too, for mean 1: a row that it drops is then uniform.
-# It weighs positives, too: one that compares within a row finds the row in `logits`, and weighs x;
-# one with a number for each column needs one for positives, as 0.0 is for the potential.
+# A rule maps logits (a, N) to log weights (a, N), a new tensor. It sees some rows at a time: no row
+# may depend on another. What is masked has to stay so: end with .masked_fill(x < FAR, MASKED), if
+# in doubt. It weighs positives, too: one that compares within a row finds the row in `logits`, and
+# weighs x; one with a number for each column needs one for positives, as 0.0 is for the potential.
+# To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
+#     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
+#     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: then it must leave each row a candidate.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
@@ -387,13 +387,13 @@ def weigh(pos, neg, log_n, pairs, options):
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
-# debiased, "negatives" in formulas. Without any it is below FAR: a loss is 0 there, and flat in it.
+# debiased, "negatives" in formulas. Without any it is below FAR: a loss is flat in it there.
 # Without a positive all pos are: a loss and its slope are finite there. `simple`, `triplet` get t ·
 # logits, masked ones too, and have no τ⁺. No row may depend on another. A masked logit must have no
-# share in a loss, see `_mask_`: use `_weighted_mean`. None is left where neg or log_w is below FAR.
+# share in a loss, see `_mask_`: `_weighted_mean`. A row has none if neg or log_w is all below FAR.
 # To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
 # name in OBJECTIVES, its branch in `answer`. With an option, also: that in Options, a branch in
-# `answer` after debiasing, where t is pairs.t. If labels make positives: "ppcl" in `_line_up`.
+# `answer` after debiasing, where t is pairs.t. If labels make positives: as "ppcl" in `_line_up`.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -457,7 +457,7 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
 # another, τ_i: `exact`. `published` is [1]'s formula. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, and
-# E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, `settle` and `_check_call`.
+# E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, `settle`, `_check_call`.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -538,7 +538,7 @@ class _Pairs(NamedTuple):
     """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
     To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, the
     coupling gathers it. If it has one for each column, `_line_up` gathers it. If it has a
-    gradient, it is a tensor in every call, named in MAY_LEARN, or blocks lose it. If it masks: in
+    gradient, it is a tensor in every call, named in MAY_LEARN, for blocks. If it masks: in
     `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. If it weighs: in
     `of_mean_one` of `_debiased`. An argument also stands in Call, in `contrastive_loss` with its
     checks, in `_check_call` and `_line_up`; for rules in `weigh`, which may detach it, and
@@ -547,7 +547,7 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of its sample, no candidates: its V views; else of positive_index, each once, −1: none
+    # columns that are no candidates: in a batch its V views, else positive_index, repeated: −1
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # of transported, (N,); else () and unused
@@ -876,7 +876,7 @@ def mine(
             own = positives[rows]  # (a, P)
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
-            if margins != (None, None):
+            if margins != (None, None):  # first: the next two mask own cosines, which it reads
                 of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
                 limit = _limit(of_own.amax(1, keepdim=True), margins)
                 cosines.masked_fill_(cosines > limit, MASKED)
@@ -884,7 +884,7 @@ def mine(
                 for column in own.unbind(1):  # (a,)
                     of_label = labels[column.clamp_min(0), None] == labels
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
-            _drop_(cosines, own)  # last, as margins read own cosines
+            _drop_(cosines, own)
             top_k = cosines.topk(min(k + skip, size))
             nearest, index = top_k.values[:, skip:], top_k.indices[:, skip:]
             width, absent = nearest.shape[1], nearest < FAR
@@ -895,7 +895,7 @@ def mine(
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
-    log_w (A, N), −∞ for what must not be drawn → indices (A, k); negatives=rows[draw(log_w, k)].
+    log_w (A, N), −∞ if not to be drawn, k or more others → indices; negatives=rows[draw(log_w, k)].
     By tilted(logits), own rows −1e30, it prefers hard ones: give the loss uniform weights then."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
