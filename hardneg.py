@@ -95,7 +95,7 @@ class Options(TypedDict, total=False):
                     log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
                     it is called on several positives (a, M), too. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
-                    weights (a, N), −1e30 if it does not count → losses (a,), 0 without candidates
+                    weights (a, N), −1e30 if it does not count → losses (a,), flat if none does
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
     beta of tilted; alpha of top; margin of triplet; epsilon and cost of transported; kappa of "exp"
@@ -111,20 +111,20 @@ class Options(TypedDict, total=False):
                     "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
                     the loss of the first anchor has no gradient in them, they never get any"""
 
-    # type, default, and a list [low, high] or a tuple of names; section 8 reads these
+    # type, default, and names, or [low, high], whole numbers if high is one; section 8 reads these
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
     temperature: Annotated[float | Tensor, 0.1, [1e-6, 1e6]]
     tau_plus: Annotated[float | None, None, [0, 0.999]]
     beta: Annotated[float, 0.5, [0, 1e8]]
-    alpha: Annotated[float, 0.3, [1e-9, 1]]
+    alpha: Annotated[float, 0.3, [1e-9, 1.0]]
     epsilon: Annotated[float, 0.2, [1e-9, 1e9]]
     cost: Annotated[Literal["sqeuclidean", "exp"], "sqeuclidean", ("sqeuclidean", "exp")]
-    kappa: Annotated[float, 0.0, [-60, 60]]
+    kappa: Annotated[float, 0.0, [-60, 60.0]]
     margin: Annotated[float, 0.0, [0, 1e9]]
-    absolute_margin: Annotated[float | None, None, [-9, 9]]
-    relative_margin: Annotated[float | None, None, [-9, 9]]
+    absolute_margin: Annotated[float | None, None, [-9, 9.0]]
+    relative_margin: Annotated[float | None, None, [-9, 9.0]]
     normalize: Annotated[bool, True, (True, False)]
     detach_weights: Annotated[bool | None, None, (True, False)]
     debias: Annotated[Literal["published", "exact"], "published", ("published", "exact")]
@@ -242,7 +242,6 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
         dropped = torch.minimum(neg, log_w) < FAR  # filling cuts the gradient there, too
         kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
         losses = objective(pos.masked_fill(pos < FAR, MASKED), kept, log_w_kept)
-        _check_result("objective", losses, neg.shape[:1])
     elif objective == "simple":
         losses = simple(t * pos, t * neg, log_w)
     elif objective == "triplet":
@@ -253,6 +252,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
             found = _debiased(log_negatives, pos, neg, log_w, log_w_pos, log_n, pairs, options)
             log_negatives, clamped = found
         losses = OF_LOGITS[objective](pos, log_negatives)
+    _check_result("objective", losses, neg.shape[:1])
     no_positive = pos.amax(1) < FAR
     losses = losses.masked_fill(no_positive, 0)
     tally = torch.stack([~no_positive, n > 0, clamped]).sum(1).to(losses)
@@ -283,10 +283,10 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-# A rule maps logits (a, N) to log weights (a, N), a new tensor. It sees some rows at a time: no row
-# may depend on another. What is masked has to stay so: end with .masked_fill(x < FAR, MASKED), if
-# in doubt. It weighs positives, too: one that compares within a row finds the row in `logits`, and
-# weighs x; one with a number for each column needs one for positives, as 0.0 is for the potential.
+# A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
+# has to stay so, with a finite slope: fill x < FAR with 0 first, with MASKED last. It weighs
+# positives, too: one that compares within a row finds it in `logits`, and weighs x; one with a
+# number for each column needs one for positives, as 0.0 is for the potential.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
 #     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: then it must leave each row a candidate.
@@ -304,7 +304,7 @@ MASKED, FAR = -1e30, -1e20
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
     What is masked stays masked: adding uniform(logits) to x masks x where logits are masked."""
-    # 0 from −1e20 to 1e20, the logit beyond; a boolean mask and a fill take eight times as long
+    # 0 from −1e20 to 1e20, the logit beyond; a boolean mask and a fill take several times as long
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
@@ -357,7 +357,7 @@ def by_rule(logits, x, potential, t, options):
         epsilon, cost, kappa = options["epsilon"], options["cost"], options["kappa"]
         return transported(x, potential, t, epsilon, cost, kappa)
     try:
-        log_w = rule(x)
+        log_w = rule(x.masked_fill(x < FAR, MASKED))  # a copy, without a slope where masked
     except Exception as error:
         error.add_note(f"weights got logits {tuple(x.shape)} of some anchors; {MATRIX_HINT}")
         raise
@@ -389,8 +389,8 @@ def weigh(pos, neg, log_n, pairs, options):
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas. Without any it is below FAR: a loss is flat in it there.
 # Without a positive all pos are: a loss and its slope are finite there. `simple`, `triplet` get t ·
-# logits, masked ones too, and have no τ⁺. No row may depend on another. A masked logit must have no
-# share in a loss, see `_mask_`: `_weighted_mean`. A row has none if neg or log_w is all below FAR.
+# logits, masked ones too, and have no τ⁺. No row may depend on another, no masked logit have a
+# share (see `_mask_`): take the `_weighted_mean`, of f(neg) with masked neg filled.
 # To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
 # name in OBJECTIVES, its branch in `answer`. With an option, also: that in Options, a branch in
 # `answer` after debiasing, where t is pairs.t. If labels make positives: as "ppcl" in `_line_up`.
@@ -718,7 +718,7 @@ def transported(
     cost: str = "sqeuclidean",
     kappa: float = 0.0,
 ) -> Tensor:
-    """Count near candidates, but let each candidate have the same total weight over all anchors.
+    """Count near candidates, but let each have the same total over anchors, if all N_i are equal.
         w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling; with mean 1, w_ij = N P*(j | i)
     logits (A, N): cosines over t; potential: the g (N,) of `sinkhorn`. Limits: ε → 0 is optimal
     transport; ε → ∞ is `uniform` if all rows and columns have equally many entries, as in a batch;
@@ -790,7 +790,7 @@ def _stops(error, step, max_steps, tolerance):
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
     converged = not error.item() > tolerance  # or NaN: no step mends it
     if step == max_steps and not converged:
-        advice = "raise epsilon, or check that labels leave enough candidates"
+        advice = "raise epsilon, check labels, or that the kernel is symmetric"
         _warn(f"Sinkhorn stopped after {step} steps, above {tolerance:.0e}: {advice}")
     return converged or step == max_steps
 
@@ -931,7 +931,7 @@ def _evaluate(pairs, group, options):
         _warn_of(tally.tolist(), len(pairs.anchors), options)
     if options["reduction"] == "none":
         return value
-    value, count = value.sum(), tally[0]  # anchors without a positive are left out of the mean
+    value, count = value.sum(), tally[0]  # of anchors with a positive; below, of all ranks
     if group is not None:
         value, count = _over_ranks(value, count, group)
     return {"sum": value, "mean": value / count.clamp_min(1)}[options["reduction"]]
@@ -1201,7 +1201,7 @@ def _check_option(name, value):
     if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:  # t of MAY_LEARN
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
-        kind = numbers.Integral if name == "block_size" else numbers.Real  # the one whole number
+        kind = numbers.Integral if isinstance(allowed[1], int) else numbers.Real
         _check_number(name, value, *allowed, kind)
     else:
         known = isinstance(value, (str, bool)) and value in allowed
@@ -1293,9 +1293,9 @@ def _check_shared(negatives, group):
 
 
 def _check_result(name, result, shape):
-    fits = torch.is_tensor(result) and result.shape == shape
-    wanted = f"one to a tensor {tuple(shape)}, of some anchors; {MATRIX_HINT}"
-    _require(fits, name, f"a function to {_describe(result)}", wanted)
+    if not torch.is_tensor(result) or result.shape != shape:
+        wanted = f"one to a tensor {tuple(shape)}, of some anchors; {MATRIX_HINT}"
+        _require(False, name, f"a function to {_describe(result)}", wanted)
 
 
 def _check_finite(name, x):
