@@ -95,7 +95,7 @@ class Options(TypedDict, total=False):
                     log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
                     it is called on several positives (a, M), too. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
-                    weights (a, N), −1e30 if it does not count → losses (a,), flat if none does
+                    weights (a, N), −1e30 if it does not count → losses (a,), 0 if none does
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
     beta of tilted; alpha of top; margin of triplet; epsilon and cost of transported; kappa of "exp"
@@ -111,7 +111,7 @@ class Options(TypedDict, total=False):
                     "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
                     the loss of the first anchor has no gradient in them, they never get any"""
 
-    # type, default, and names, or [low, high], whole numbers if high is one; section 8 reads these
+    # type, default, and names, or [low, high], ints if high is an int; section 8 reads these
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -168,11 +168,11 @@ def contrastive_loss(
     views           (B, D) each; row i shows sample i. Every row is an anchor, in the order of
                     torch.cat(views); other rows of its sample are its positives, those of others
                     its candidates. A single view has positives by `positive_index`, or else
-                    `labels`. The mean leaves out anchors without any, not those without candidates
+                    `labels`. The mean leaves out an anchor without any, not one without candidates
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
     positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample, such as
-                    arange(B) if those are y: no candidates; with a single view, its positives
+                    arange(B) of views[1]: no candidates; with a single view, its positives
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
@@ -233,7 +233,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
-        log_w, log_w_pos = weigh(pos, neg, log_n, pairs, options)  # (a, N), (a, M)
+        log_w, log_w_pos = weigh(pos, neg, n, pairs, options)  # (a, N), (a, M)
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
@@ -365,16 +365,15 @@ def by_rule(logits, x, potential, t, options):
     return log_w.masked_fill(x < FAR, MASKED).clamp_min(MASKED)  # −∞ is masked, too
 
 
-def weigh(pos, neg, log_n, pairs, options):
+def weigh(pos, neg, n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
-    of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
-    Of a row without candidates neg alone is masked: its weights are not to be read."""
+    of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
-        log_w = torch.log_softmax(scores, -1) + log_n[:, None]
+        log_w = torch.log_softmax(scores, -1) + n.log().clamp_min(MASKED)[:, None]
     if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] != "published"):
         # what scaling added to the row, read at its heaviest: at −1e30 rounding swallows it
         scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
@@ -388,9 +387,9 @@ def weigh(pos, neg, log_n, pairs, options):
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas. Without any it is below FAR: a loss is flat in it there.
-# Without a positive all pos are: a loss and its slope are finite there. `simple`, `triplet` get t ·
-# logits, masked ones too, and have no τ⁺. No row may depend on another, no masked logit have a
-# share (see `_mask_`): take the `_weighted_mean`, of f(neg) with masked neg filled.
+# Without a positive all pos are MASKED: loss and slope are finite there. `simple`, `triplet` get
+# t · logits, masked ones too, and have no τ⁺. No row may depend on another, no masked logit have
+# a share (see `_mask_`): take the `_weighted_mean`, of f(neg) with masked neg filled.
 # To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
 # name in OBJECTIVES, its branch in `answer`. With an option, also: that in Options, a branch in
 # `answer` after debiasing, where t is pairs.t. If labels make positives: as "ppcl" in `_line_up`.
@@ -442,7 +441,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Ten
 
 def _weighted_mean(x, log_w):
     """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension; 0 where nothing has a weight."""
-    nothing = torch.minimum(x.amax(-1), log_w.amax(-1)) < FAR
+    nothing = log_w.amax(-1) < FAR
     return (torch.softmax(log_w, -1) * x).sum(-1).masked_fill(nothing, 0)
 
 
@@ -456,7 +455,7 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
-# another, τ_i: `exact`. `published` is [1]'s formula. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, and
+# another, τ_i: `exact`. Slopes have to be finite at E = 0. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j,
 # E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, `settle`, `_check_call`.
 
 
@@ -537,7 +536,7 @@ def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
 class _Pairs(NamedTuple):
     """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
     To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, the
-    coupling gathers it. If it has one for each column, `_line_up` gathers it. If it has a
+    coupling gathers it. If it has one for each column, `_line_up` gathers a batch's. If it has a
     gradient, it is a tensor in every call, named in MAY_LEARN, for blocks. If it masks: in
     `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. If it weighs: in
     `of_mean_one` of `_debiased`. An argument also stands in Call, in `contrastive_loss` with its
@@ -698,6 +697,7 @@ def _mean_where(counts, x):
 
 
 # ---- 5. Transport: weights that share out every candidate equally ------------------------------
+# To add a cost: Options, `ground_cost`; value and slope are finite for cosines −2 to 1 + 1e-6.
 
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
@@ -1010,7 +1010,7 @@ class _InBlocks(torch.autograd.Function):
         return None, None, None, None, *slopes
 
 
-# For speed: freeing 31 MB makes glibc keep smaller pieces; hcl then takes 1.0 to 0.8 times as long
+# For speed: freeing 31 MB makes glibc keep smaller pieces; hcl then takes 0.8 to 1.0 times as long
 torch.empty(31 * 2**20, dtype=torch.uint8)
 
 

@@ -54,15 +54,15 @@ def simulate(setting: tuple[float, float, float], anchors: int = 2000) -> list[t
     neg = torch.einsum("ad,and->an", z, samples(centres, drawn, cosine, generator)) / t
     positives = samples(centres, labels[:, None].expand(-1, 16), cosine, generator)
     pos = torch.einsum("ad,amd->am", z, positives) / t
-    log_n = torch.full((anchors,), math.log(CANDIDATES))
+    n = torch.full((anchors,), float(CANDIDATES))
     pairs = SimpleNamespace(t=t, potential=None, log_weights=None)
     rows = []
     for m, given in ESTIMATES.values():
         options = hardneg.settle({"weights": "tilted", "beta": beta} | given)
         some = pos[:, :m]
-        log_w, log_w_pos = hardneg.weigh(some, neg, log_n, pairs, options)
+        log_w, log_w_pos = hardneg.weigh(some, neg, n, pairs, options)
         log_all = hardneg.log_sum(neg, log_w)
-        given = some, neg, log_w, log_w_pos, log_n, pairs, options
+        given = some, neg, log_w, log_w_pos, n.log(), pairs, options
         log_sum, clamped = hardneg._debiased(log_all, *given)
         off = log_sum - math.log(CANDIDATES) - truth
         rows.append((off.mean(), off.square().mean().sqrt(), 100 * clamped.double().mean()))
