@@ -170,7 +170,7 @@ def infinite(log_w):
     return log_w.masked_fill(log_w < hardneg.FAR / 1e5, -INF)
 
 
-def count(logits):
+def n_of(logits):
     """Compute N_i of masked logits."""
     return (logits > hardneg.FAR).sum(-1).to(logits.dtype)
 
@@ -190,7 +190,7 @@ def weigh(name, pos, neg, **options):
         kernel = hardneg.by_rule(neg, neg, potential, t, options)
         potential = couple(kernel)[1]
     pairs = SimpleNamespace(potential=potential, t=t, log_weights=None)
-    return hardneg.weigh(pos, neg, count(neg), pairs, options)
+    return hardneg.weigh(pos, neg, n_of(neg), pairs, options)
 
 
 def log_weights(name, logits, **options):
@@ -208,7 +208,7 @@ def log_negatives(pos, neg, log_w, tau_plus=0.0, t=1.0, log_w_pos=None, debias="
         return log_all
     options = {"tau_plus": tau_plus, "debias": debias, "weights": "top"}  # W is Σ w
     pairs = SimpleNamespace(t=t, log_weights=None)
-    given = pos, neg, log_w, log_w_pos, count(neg).log(), pairs, options
+    given = pos, neg, log_w, log_w_pos, n_of(neg).log(), pairs, options
     return hardneg._debiased(log_all, *given)[0]
 
 

@@ -35,11 +35,11 @@ from test_hardneg import (
     feasible,
     infinite,
     judge,
-    log_count,
     log_negatives,
     log_weights,
     masked,
     masked_logits,
+    n_of,
     normal,
     numpy,
     ours,
@@ -522,7 +522,7 @@ class TestTheorems:
         """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
         logits = torch.tensor(masked_logits(seed, a, n))
         free = hardneg.transported(masked(logits), torch.zeros(n), t, epsilon)
-        log_w = infinite(torch.log_softmax(free, -1) + log_count(masked(logits))[:, None])
+        log_w = infinite(torch.log_softmax(free, -1) + n_of(masked(logits)).log()[:, None])
         close(log_w, log_weights("tilted", logits, beta=t / epsilon), 1e-12)
         for row, weights in zip(numpy(logits), numpy(log_w.exp()), strict=True):
             allowed = row > -INF
