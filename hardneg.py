@@ -915,7 +915,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # blocks of anchors. It must not count its calls, or communicate between ranks, as it is called by
 #     _evaluate      for all anchors, if there are no blocks
 #     _run_blocks    for a block, with its gradient; for "none" without, and again in backward, with
-#     _in_blocks     for the first anchor, to see if functions of one's own learn; if so, for all
+#     _in_blocks     for the first anchor, to see if functions or options learn; if so, for all
 #     _statistics    for the first 2^20 pairs, without a gradient
 
 
@@ -980,7 +980,7 @@ def _in_blocks(pairs, options, size):
 
 class _InBlocks(torch.autograd.Function):
     """Know the gradient of the losses in memory of the embeddings' size. That of a sum is computed
-    forward, and multiplied by a number backward. Otherwise blocks run again, backward."""
+    forward, and multiplied by a number backward. For others blocks run again, backward."""
 
     @staticmethod
     def forward(ctx, pairs, options, size, learned, *tensors):

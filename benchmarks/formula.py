@@ -243,8 +243,8 @@ def draw_long():
             runs = {row.t: [x[0] for x in row.values["linear"].values()] for row in rows}
             for t, values in runs.items():
                 axis.plot([t] * len(values), values, ".", color=color)
-            means, label = [mean(x) for x in runs.values()], kind.replace("`", "")
-            axis.plot(list(runs), means, color=color, label=label)
+            means = [mean(values) for values in runs.values()]
+            axis.plot(list(runs), means, color=color, label=kind.replace("`", ""))
         axis.set(xscale="log", xlabel="t", ylabel="linear readout, %", title=setting)
         axis.set_xticks([0.07, 0.1, 0.2, 0.4], [0.07, 0.1, 0.2, 0.4])
         axis.minorticks_off()
