@@ -19,7 +19,7 @@ import train
 from hardneg import contrastive_loss
 from training import images
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).resolve().parent.parent
 README = (HERE / "README.md").read_text()
 MORE = sorted((HERE / "benchmarks").rglob("*.md"))
 PRESETS = sorted(hardneg.PRESETS)
