@@ -549,7 +549,7 @@ class _Pairs(NamedTuple):
     # columns that are no candidates: in a batch its V views, else positive_index, repeated: −1
     own: Tensor  # (A, any number)
     t: Tensor  # ()
-    potential: Tensor  # of transported, (N,); else () and unused
+    potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
@@ -611,7 +611,7 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
         known["mask"] = torch.as_tensor(mask, device=device).expand(len(anchors), -1)
     if log_weights is not None:
         known["log_weights"] = log_weights.detach().to(z).expand(len(anchors), -1)
-    return _Pairs(anchors, candidates, cosines, own, t, z.new_zeros(()), **known)
+    return _Pairs(anchors, candidates, cosines, own, t, z.new_full((), math.nan), **known)
 
 
 def _who(pairs, options):
@@ -944,7 +944,7 @@ def _warn_of(tally, n, options):
         if count == 0:
             _warn(f"none of {n} anchors has a {what}: check labels, masks and positive_index")
     if options["tau_plus"] and 2 * tally[2] > n:
-        _warn("debiasing: the floor binds for most anchors: raise temperature or lower tau_plus")
+        _warn("debiasing leaves most anchors nothing: raise temperature or lower tau_plus")
 
 
 def _block_size(pairs, options):
@@ -1144,7 +1144,7 @@ class InvalidArgument(ValueError):
 
 
 class _NotFinite(InvalidArgument, FloatingPointError):
-    """Embeddings have NaN or inf."""
+    """An argument has NaN or inf."""
 
 
 def _require(valid, name, got, allowed):
