@@ -13,8 +13,8 @@ Symbols
     A           anchors: V·B, every view of every sample; with `negatives` B, the first views
     a           anchors in a block, as large batches are worked in blocks
     M           positives: V − 1 other views, or P named rows; N columns more if labels make some
-    N           columns: V·B of each rank, or K, the rows of `negatives`
-    N_i         candidates of anchor i: its columns that are not masked; in formulas also N
+    N           columns: V·B times the ranks, or K, the rows of `negatives`
+    N_i         candidates of anchor i: its columns that are not masked; N in formulas
     z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
     t           temperature, divides cosines                 t in [1], τ in [3, 4]
     s_ij, p_im  logits cos / t of anchor i with candidate j, with its m-th positive
@@ -92,17 +92,18 @@ class Options(TypedDict, total=False):
 
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
-                    log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ > 0
-                    it is called on several positives (a, M), too. Masked logits are −1e30
+                    log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ it
+                    weighs positives (a, M), too, if M > 1. Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
-                    weights (a, N), −1e30 if it does not count → losses (a,), 0 if none does
+                    weights (a, N), −1e30 of what does not count → losses (a,), 0 if nothing does
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
     tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
     beta of tilted; alpha of top; margin of triplet; epsilon and cost of transported; kappa of "exp"
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
-    detach_weights  no gradient through the weights. None: True for transported, else False
+    detach_weights  no gradient through the weights. None: True for transported, where a gradient
+                    stores 2·A·N numbers a step of Sinkhorn, blocks or not, else False
     debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
     reduction       "mean", "sum": of all ranks; "none": each of this rank, to be averaged for DDP
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
@@ -111,7 +112,7 @@ class Options(TypedDict, total=False):
                     "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
                     the loss of the first anchor has no gradient in them, they never get any"""
 
-    # type, default, and names, or [low, high], ints if high is an int; section 8 reads these
+    # type, default, and names, or [low, high], which keeps masks below FAR; ints if high is an int
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -168,7 +169,7 @@ def contrastive_loss(
     views           (B, D) each; row i shows sample i. Every row is an anchor, in the order of
                     torch.cat(views); other rows of its sample are its positives, those of others
                     its candidates. A single view has positives by `positive_index`, or else
-                    `labels`. The mean leaves out an anchor without any, not one without candidates
+                    `labels`. The mean leaves out anchors without a positive, no others
     negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
                     instead, and the anchors the first view alone
     positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample, such as
@@ -176,8 +177,8 @@ def contrastive_loss(
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
-                    Scores of a teacher; −log(K q_j) of K candidates drawn with probability q_j, or
-                    log q_i − log q_j, which corrects the logit of the positive, row i, as well
+                    Scores of a teacher; of K candidates drawn with probability q_j −log(K q_j), for
+                    the sum over all; or log q_i − log q_j, sampled softmax, if row i is drawn, too
     labels          (B,), or (B + K,) with negatives (K, D), the last K for those. Samples of one
                     label are no negatives of each other. They are positives in the objective ppcl,
                     and of a single view without `positive_index`. Every number is a label, −1 too
@@ -199,10 +200,10 @@ def contrastive_loss(
     _check_call(options, views, **arguments)
     with torch.autocast(views[0].device.type, enabled=False):
         pairs = _line_up(options, views, **arguments)
-        if options["weights"] == "transported":
+        if options["weights"] in COUPLED:
             pairs = pairs._replace(potential=_potential(pairs, group, options))
         value = _evaluate(pairs, group, options)
-        if _may_read(value):  # inputs, as a NaN that is masked leaves the value finite
+        if _may_read(value):  # inputs: a masked NaN may leave the value finite, not slopes
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
             for i, view in enumerate(views):
@@ -217,7 +218,7 @@ contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{Options.__doc__}"
 
 class _Answers(NamedTuple):
     losses: Tensor  # (a,), 0 where an anchor has no positive
-    tally: Tensor  # (3,), how many anchors have a positive, have a candidate, are clamped
+    tally: Tensor  # (3,), how many have a positive, have a candidate, are clamped: no gradient
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
@@ -233,7 +234,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
-        log_w, log_w_pos = weigh(pos, neg, n, pairs, options)  # (a, N), (a, M)
+        log_w, log_w_pos = weigh(pos, neg, n, pairs, options)  # (a, N); (a, M), 0 if unused
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
@@ -284,17 +285,18 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
-# has to stay so, with a finite slope: fill x < FAR with 0 first, with MASKED last. It weighs
-# positives, too: one that compares within a row finds it in `logits`, and weighs x; one with a
-# number for each column needs one for positives, as 0.0 is for the potential.
+# has to stay so, with a finite slope: fill x < FAR with 0 first, with MASKED last. A rule weighs
+# positives, too. If it compares within a row, the row is `logits`, and x what it weighs; if it has
+# a number for each column, it needs one for positives, as 0.0 is for the potential.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
-#     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: then it must leave each row a candidate.
+#     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
 
 FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
 MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
+COUPLED = ("transported",)  # these have a potential, from `_couple`
 
 # The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
 # is below FAR counts as masked; the ranges in Options have to keep it there, finite in float32.
@@ -303,7 +305,7 @@ MASKED, FAR = -1e30, -1e20
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    What is masked stays masked: adding uniform(logits) to x masks x where logits are masked."""
+    What is masked stays masked: adding uniform(logits) to x ≤ 0 masks x where logits are masked."""
     # 0 from −1e20 to 1e20, the logit beyond; a boolean mask and a fill take several times as long
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
@@ -313,7 +315,7 @@ def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, Z_β estimated from candidates"""
     log_w = beta * logits
     if beta < 1e-9:  # β · MASKED would not stay below FAR
-        log_w = log_w + uniform(logits)
+        log_w = log_w.masked_fill(logits < FAR, MASKED)
     return log_w
 
 
@@ -369,13 +371,14 @@ def weigh(pos, neg, n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
-    of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels."""
+    of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
+    What changes a row by more than one number stands before `scale`, and not in `of_mean_one`."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + n.log().clamp_min(MASKED)[:, None]
     if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] != "published"):
-        # what scaling added to the row, read at its heaviest: at −1e30 rounding swallows it
+        # what scaling added to each of a row, read at its heaviest: −1e30 would round it away
         scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
         log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
     if pairs.log_weights is not None:
@@ -387,9 +390,9 @@ def weigh(pos, neg, n, pairs, options):
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas. Without any it is below FAR: a loss is flat in it there.
-# Without a positive all pos are MASKED: loss and slope are finite there. `simple`, `triplet` get
+# Without a positive all pos are MASKED: value and slope have to be finite. `simple`, `triplet` get
 # t · logits, masked ones too, and have no τ⁺. No row may depend on another, no masked logit have
-# a share (see `_mask_`): take the `_weighted_mean`, of f(neg) with masked neg filled.
+# a share (see `_mask_`): take the `_weighted_mean`, of f(neg, pos) with what is masked filled.
 # To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
 # name in OBJECTIVES, its branch in `answer`. With an option, also: that in Options, a branch in
 # `answer` after debiasing, where t is pairs.t. If labels make positives: as "ppcl" in `_line_up`.
@@ -455,8 +458,8 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
-# another, τ_i: `exact`. Slopes have to be finite at E = 0. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j,
-# E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m. To add one: Options, `_debiased`, `settle`, `_check_call`.
+# another, τ_i: `exact`. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
+# To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -476,8 +479,8 @@ def exact(log_mean, log_mean_pos, log_share, least, most):
         log( (E − τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
     log_share: log τ_i of `class_share`, an estimate; least: the published mean for uniform weights,
     which is below that for hard ones; most: the largest logit; (A,) each → (A,), and where nothing
-    is left: there, and where least > most, it is least. One e^p dominates E⁺ at a small t: use it
-    at t ≥ 0.3, with four or more positives that are samples of the class. Ref: [1], q_β⁻"""
+    is left; there, and where least > most, the result is least. One e^p dominates E⁺ at a small t:
+    use it at t ≥ 0.3, with four or more positives, samples of the class. Ref: [1], q_β⁻"""
     rest, nothing_left = _subtract(log_mean, log_mean_pos, log_share)
     rest = torch.minimum(rest, most).maximum(least)
     return torch.where(nothing_left, least, rest), nothing_left
@@ -539,14 +542,14 @@ class _Pairs(NamedTuple):
     coupling gathers it. If it has one for each column, `_line_up` gathers a batch's. If it has a
     gradient, it is a tensor in every call, named in MAY_LEARN, for blocks. If it masks: in
     `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. If it weighs: in
-    `of_mean_one` of `_debiased`. An argument also stands in Call, in `contrastive_loss` with its
-    checks, in `_check_call` and `_line_up`; for rules in `weigh`, which may detach it, and
-    `_couple`, which call `by_rule`."""
+    `of_mean_one` of `_debiased`. If it scales logits: in t, as all take t · logits for cosines. An
+    argument also stands in Call, in `contrastive_loss` with its checks, in `_check_call` and
+    `_line_up`; for rules in `weigh`, which may detach it, and `_couple`, which call `by_rule`."""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns that are no candidates: in a batch its V views, else positive_index, repeated: −1
+    # columns that are no candidates, each once, or −1: in a batch its V views, or positive_index
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
@@ -582,7 +585,7 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
         positives = [z.roll(-k * b, 0) for k in range(1, v)]
         first = 0 if group is None else distributed.get_rank(group) * len(z)
         columns = torch.arange(first, first + len(z), device=device)
-        own = columns.view(v, b).T.repeat(v, 1)  # (A, V): i, i + B, … for rows i, i + B, …
+        own = columns.view(v, b).T.repeat(v, 1)  # (A, V): row i + k·B has i, i + B, …
     else:
         anchors, *positives = z.split(b)
         candidates = project(negatives.to(z.dtype))
@@ -636,8 +639,8 @@ def _who(pairs, options):
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Autograd sees that neg changed, so nothing before may save it (neg.square() would raise), but
-    keeps the path: a slope in a logit masked here or by `_drop_` would reach the embeddings. It has
-    no share in a sum. Where all are masked, an objective has to be flat, or filled."""
+    keeps the path: a slope in a logit masked here or by `_drop_` would reach the embeddings. In a
+    sum its share is 0. Who else reads it, or where all are masked, has to fill it, or be flat."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -920,7 +923,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 
 def _evaluate(pairs, group, options):
-    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
+    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks.
+    What scales losses stands in `answer`: here blocks may have summed them."""
     size = _block_size(pairs, options)
     if size > 0:
         value, tally = _uncompiled(_in_blocks, pairs, options, size)  # (A,), or summed already
@@ -937,13 +941,13 @@ def _evaluate(pairs, group, options):
     return {"sum": value, "mean": value / count.clamp_min(1)}[options["reduction"]]
 
 
-def _warn_of(tally, n, options):
-    """Warn if no anchor has a positive, or a candidate, or if debiasing leaves most of n nothing.
+def _warn_of(tally, a, options):
+    """Warn if no anchor has a positive, or a candidate, or if debiasing leaves most of a nothing.
     By the default τ⁺ the floor marks solved anchors, so only a given one warns."""
     for what, count in zip(("positive", "candidate"), tally[:2], strict=True):
         if count == 0:
-            _warn(f"none of {n} anchors has a {what}: check labels, masks and positive_index")
-    if options["tau_plus"] and 2 * tally[2] > n:
+            _warn(f"none of {a} anchors has a {what}: check labels, masks and positive_index")
+    if options["tau_plus"] and 2 * tally[2] > a:
         _warn("debiasing leaves most anchors nothing: raise temperature or lower tau_plus")
 
 
@@ -970,7 +974,7 @@ def _in_blocks(pairs, options, size):
     if torch.is_grad_enabled():
         alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
         first = answer(pairs._replace(**alone).of(slice(0, 1)), options)
-        if first.losses.requires_grad:  # functions or options learn, and `_InBlocks` sees no more
+        if first.losses.requires_grad:  # functions or options learn, which `_InBlocks` cannot see
             found = answer(pairs, options)
             return found.losses, found.tally
         learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
@@ -1008,10 +1012,6 @@ class _InBlocks(torch.autograd.Function):
             with torch.autocast(grad_value.device.type, enabled=False):  # a caller's may be on
                 *_, slopes = ctx.run(grad_value)
         return None, None, None, None, *slopes
-
-
-# For speed: freeing 31 MB makes glibc keep smaller pieces; hcl then takes 0.8 to 1.0 times as long
-torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _run_blocks(pairs, options, size, learned, grad_losses):
@@ -1183,7 +1183,7 @@ def settle(given: Options) -> Options:
     if not has_tau_plus:
         options["tau_plus"] = 0.0
     if options["detach_weights"] is None:
-        options["detach_weights"] = weights == "transported"
+        options["detach_weights"] = weights in COUPLED
     if options["debias"] != "published":
         fits = weights in FIT_FOR_EXACT and has_tau_plus
         _require(fits, "debias", repr(options["debias"]), f"'published' for {weights}, {objective}")
@@ -1198,7 +1198,7 @@ def _check_option(name, value):
         return
     if value is None and DEFAULTS[name] is None:
         return
-    if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:  # t of MAY_LEARN
+    if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:  # may be learned
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
         kind = numbers.Integral if isinstance(allowed[1], int) else numbers.Real
@@ -1239,7 +1239,7 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
         rows = b + n
         rule, shared = options["weights"], negatives.ndim == 2
         wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
-        _require(shared or rule != "transported", "weights", rule, wanted)
+        _require(shared or rule not in COUPLED, "weights", rule, wanted)
         _require(shared or labels is None, "labels", "given", "None with negatives (B, K, D)")
         if shared and _may_read(negatives):
             _check_shared(negatives, group)
@@ -1272,7 +1272,7 @@ def _fits(x, kind, shape):
         return False
     is_kind = {"floating": x.is_floating_point(), "boolean": x.dtype == torch.bool}
     is_kind["whole"] = not any(is_kind.values())
-    if not is_kind.get(kind, True):
+    if kind is not None and not is_kind[kind]:
         return False
     sizes = zip(x.shape, shape, strict=True)
     return all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
