@@ -92,8 +92,8 @@ class Options(TypedDict, total=False):
 
     loss            a row of PRESETS
     weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
-                    log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ it
-                    weighs positives (a, M), too, if M > 1. Masked logits are −1e30
+                    log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ and
+                    M > 1 it is called again, for positives (a, M). Masked logits are −1e30
     objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
                     weights (a, N), −1e30 of what does not count → losses (a,), 0 if nothing does
     temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
@@ -102,8 +102,7 @@ class Options(TypedDict, total=False):
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
-    detach_weights  no gradient through the weights. None: True for transported, where a gradient
-                    stores 2·A·N numbers a step of Sinkhorn, blocks or not, else False
+    detach_weights  no gradient through weights. None: True for transported (see sinkhorn), else not
     debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
     reduction       "mean", "sum": of all ranks; "none": each of this rank, to be averaged for DDP
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
@@ -177,8 +176,8 @@ def contrastive_loss(
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
-                    Scores of a teacher; of K candidates drawn with probability q_j −log(K q_j), for
-                    the sum over all; or log q_i − log q_j, sampled softmax, if row i is drawn, too
+                    Scores of a teacher; of K candidates drawn, each anew, with probability q_j,
+                    −log(K q_j), or log q_i − log q_j if the positive, i, is drawn so, too
     labels          (B,), or (B + K,) with negatives (K, D), the last K for those. Samples of one
                     label are no negatives of each other. They are positives in the objective ppcl,
                     and of a single view without `positive_index`. Every number is a label, −1 too
@@ -286,8 +285,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
 # has to stay so, with a finite slope: fill x < FAR with 0 first, with MASKED last. A rule weighs
-# positives, too. If it compares within a row, the row is `logits`, and x what it weighs; if it has
-# a number for each column, it needs one for positives, as 0.0 is for the potential.
+# positives, too, as x, while `logits` stay the candidates of the row. If it has a number for each
+# column, it needs one for positives, as 0.0 is for the potential.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
 #     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
@@ -296,7 +295,7 @@ FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
 MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
-COUPLED = ("transported",)  # these have a potential, from `_couple`
+COUPLED = ("transported",)  # `_couple` calls these at potential 0 as the kernel, so add it last
 
 # The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
 # is below FAR counts as masked; the ranges in Options have to keep it there, finite in float32.
@@ -372,7 +371,7 @@ def weigh(pos, neg, n, pairs, options):
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
     of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
-    What changes a row by more than one number stands before `scale`, and not in `of_mean_one`."""
+    A function of weights, as a cap, stands after `scale`, for both, and not in `of_mean_one`."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -540,16 +539,16 @@ class _Pairs(NamedTuple):
     """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
     To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, the
     coupling gathers it. If it has one for each column, `_line_up` gathers a batch's. If it has a
-    gradient, it is a tensor in every call, named in MAY_LEARN, for blocks. If it masks: in
-    `plain` of `_mask_`; in `symmetric` of `_couple` if i, j and j, i may differ. If it weighs: in
-    `of_mean_one` of `_debiased`. If it scales logits: in t, as all take t · logits for cosines. An
-    argument also stands in Call, in `contrastive_loss` with its checks, in `_check_call` and
-    `_line_up`; for rules in `weigh`, which may detach it, and `_couple`, which call `by_rule`."""
+    gradient, it is a tensor in every call, named in MAY_LEARN, for blocks. If it masks, each row
+    alone: in `plain` of `_mask_`; in `symmetric` of `_couple` if i, j is not j, i. If it weighs: in
+    `of_mean_one` of `_debiased`. If it scales logits: in t, as all take t · logits for cosines.
+    An argument also stands in Call, in `contrastive_loss` with its checks, in `_check_call` and
+    `_line_up`. A rule's goes to every call of `by_rule`, in `_couple` and in `weigh`."""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns that are no candidates, each once, or −1: in a batch its V views, or positive_index
+    # columns of the anchor's sample, each once, or −1: no candidates; of a single view, positives
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
@@ -638,9 +637,9 @@ def _who(pairs, options):
 @torch.no_grad()
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Autograd sees that neg changed, so nothing before may save it (neg.square() would raise), but
-    keeps the path: a slope in a logit masked here or by `_drop_` would reach the embeddings. In a
-    sum its share is 0. Who else reads it, or where all are masked, has to fill it, or be flat."""
+    Nothing before may save neg (neg.square() would raise). Autograd does not know what is masked:
+    a slope in a logit masked here or by `_drop_` would reach the embeddings. In a sum its share is
+    0; other readers have to fill it, and be flat where all are masked."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -749,9 +748,8 @@ def sinkhorn(
     of `tolerance` (None: 1e-5, in float64 1e-12), or with a warning after max_steps.
 
     Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P, near 1
-    where rows cluster and ε is 0.1: that takes hundreds. A symmetric step multiplies it along each
-    eigenvector of A·P, of eigenvalue μ, by (μ² − μ)/2: by at most 1/8 for μ ≥ −0.2, by nearly 1 for
-    μ near −1, as near pairs have. Masks that force P_ij to 0 take 1/error steps. Ref: [2] Eq. 5"""
+    where rows cluster. A symmetric step multiplies it along each eigenvector of A·P, of eigenvalue
+    μ, by (μ² − μ)/2: by at most 1/8 for μ ≥ −0.2. Masked P_ij may take 1/error steps. [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -763,7 +761,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -_zero_if_masked(row_sums)
+        f = -_zero_if_masked(row_sums)  # as `_log_sums` took it for columns
         g = (n_rows / n_columns).log() - _zero_if_masked(column_sums)
         if symmetric:
             f = g = (f + g) / 2
@@ -897,7 +895,7 @@ def mine(
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw k different negatives for every anchor, each time candidate j with a probability ∝ w_ij.
+    """Draw k different negatives for every anchor, each time j of those left with odds ∝ w_ij.
     log_w (A, N), −∞ if not to be drawn, k or more others → indices; negatives=rows[draw(log_w, k)].
     By tilted(logits), own rows −1e30, it prefers hard ones: give the loss uniform weights then."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
@@ -923,11 +921,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 
 def _evaluate(pairs, group, options):
-    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks.
-    What scales losses stands in `answer`: here blocks may have summed them."""
+    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # (A,), or summed already
+        value, tally = _uncompiled(
+            _in_blocks, pairs, options, size
+        )  # (A,), or summed already: `answer` can scale them
     else:
         found = answer(pairs, options)
         value, tally = found.losses, found.tally
@@ -938,7 +937,7 @@ def _evaluate(pairs, group, options):
     value, count = value.sum(), tally[0]  # of anchors with a positive; below, of all ranks
     if group is not None:
         value, count = _over_ranks(value, count, group)
-    return {"sum": value, "mean": value / count.clamp_min(1)}[options["reduction"]]
+    return {"sum": value, "mean": value / count.masked_fill(count == 0, 1)}[options["reduction"]]
 
 
 def _warn_of(tally, a, options):
@@ -1161,6 +1160,7 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
+torch.empty(31 * 2**20, dtype=torch.uint8)  # freed, so that glibc reuses memory: faster blocks
 DEFAULTS, ALLOWED = {}, {}  # of options
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
     DEFAULTS[_name], ALLOWED[_name] = _hint.__metadata__
