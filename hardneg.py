@@ -239,7 +239,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     objective, t = options["objective"], pairs.t
     clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
     if callable(objective):
-        dropped = torch.minimum(neg, log_w) < FAR  # filling cuts the gradient there, too
+        dropped = torch.minimum(neg, log_w) < FAR  # filled, it gets no gradient: see `_mask_`
         kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
         losses = objective(pos.masked_fill(pos < FAR, MASKED), kept, log_w_kept)
     elif objective == "simple":
@@ -284,9 +284,9 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
-# has to stay so, with a finite slope: fill x < FAR with 0 first, with MASKED last. A rule weighs
-# positives, too, as x, while `logits` stay the candidates of the row. If it has a number for each
-# column, it needs one for positives, as 0.0 is for the potential.
+# has to stay so: fill x < FAR with 0 first, with MASKED last. Values and slopes have to be finite,
+# for cosines to ±(1 + 1e-6). A rule weighs positives, too, as x, while `logits` stay the candidates
+# of the row. If it has a number for each column, positives need one, as 0.0 is for the potential.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
 #     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
@@ -371,7 +371,7 @@ def weigh(pos, neg, n, pairs, options):
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
     of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
-    A function of weights, as a cap, stands after `scale`, for both, and not in `of_mean_one`."""
+    To cap weights: both, after `scale`, before log_weights; and the rule leaves `of_mean_one`."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -389,12 +389,12 @@ def weigh(pos, neg, n, pairs, options):
 # pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
 # neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
 # debiased, "negatives" in formulas. Without any it is below FAR: a loss is flat in it there.
-# Without a positive all pos are MASKED: value and slope have to be finite. `simple`, `triplet` get
-# t · logits, masked ones too, and have no τ⁺. No row may depend on another, no masked logit have
-# a share (see `_mask_`): take the `_weighted_mean`, of f(neg, pos) with what is masked filled.
+# Without a positive all pos are MASKED. Value and slope have to be finite, there and for cosines to
+# ±(1 + 1e-6). `simple`, `triplet` get t · logits, masked ones too, and have no τ⁺. No row may
+# depend on another: take the `_weighted_mean`, of f(neg, pos) with what is masked filled.
 # To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
-# name in OBJECTIVES, its branch in `answer`. With an option, also: that in Options, a branch in
-# `answer` after debiasing, where t is pairs.t. If labels make positives: as "ppcl" in `_line_up`.
+# name in OBJECTIVES, its branch in `answer`. An option stands in Options, and for the first kind in
+# a branch after debiasing. If labels make positives: as "ppcl" in `_line_up`.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -537,13 +537,14 @@ def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
 
 class _Pairs(NamedTuple):
     """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
-    To add a field: if it has a row for each anchor, name it in PER_ANCHOR: blocks cut it, the
-    coupling gathers it. If it has one for each column, `_line_up` gathers a batch's. If it has a
-    gradient, it is a tensor in every call, named in MAY_LEARN, for blocks. If it masks, each row
-    alone: in `plain` of `_mask_`; in `symmetric` of `_couple` if i, j is not j, i. If it weighs: in
-    `of_mean_one` of `_debiased`. If it scales logits: in t, as all take t · logits for cosines.
-    An argument also stands in Call, in `contrastive_loss` with its checks, in `_check_call` and
-    `_line_up`. A rule's goes to every call of `by_rule`, in `_couple` and in `weigh`."""
+    To add a field, or an option that masks or weighs; if it
+        has a row for each anchor: name it in PER_ANCHOR: blocks cut it, the coupling gathers it
+        has one for each column: `_line_up` gathers a batch's
+        has a gradient: it is a tensor in every call, named in MAY_LEARN, for blocks
+        masks, each row alone: in `plain` of `_mask_`; if i, j is not j, i, `symmetric` of `_couple`
+        weighs: in `of_mean_one` of `_debiased`; a rule's goes to every call of `by_rule`
+        scales logits: in t, as all take t · logits for cosines; shifts them: in `answer`, after 2
+        is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
@@ -591,9 +592,8 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
         own = torch.full((b, 1), -1, device=device)  # no candidate shows an anchor's sample
     if positive_index is not None:
         own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
-        own = own.sort(1).values
-        repeated = own[:, 1:] == own[:, :-1]
-        own[:, 1:] = own[:, 1:].masked_fill(repeated, -1)  # counts once
+        repeated = (own[:, :, None] == own[:, None]).tril(-1).any(2)
+        own = own.masked_fill(repeated, -1)  # counts once
     cosines = anchors[:, :0]  # of a single view, whose positives `_who` reads off the logits
     if v > 1:
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
@@ -639,7 +639,7 @@ def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Nothing before may save neg (neg.square() would raise). Autograd does not know what is masked:
     a slope in a logit masked here or by `_drop_` would reach the embeddings. In a sum its share is
-    0; other readers have to fill it, and be flat where all are masked."""
+    0; others have to fill it, and be flat where all are. Not random, as it is called again."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -686,7 +686,7 @@ def _statistics(pairs, options):
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)
     return {
         "clamped": found.clamped.to(mean.dtype).mean(),
-        "ess": _mean_where(n > 0, log_size.exp() / n.clamp_min(1)),
+        "ess": _mean_where(found.log_w.amax(1) > FAR, log_size.exp() / n.clamp_min(1)),
         "positive": _mean_where(is_positive, pairs.t * found.pos),
         "negative": cosines.sum() / n.sum(),
         "spread": _mean_where(n > 0, variance).clamp_min(0).sqrt(),
@@ -739,7 +739,8 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
     log_kernel() is called at each step and gives −C/ε (A, N) in blocks of rows, MASKED where i and
-    j must not be coupled → f (A,), g (N,), error. Differentiable: with 2·A·N numbers stored a step.
+    j must not be coupled → f (A,), g (N,), error. Differentiable through all steps, not
+    the last alone: 2·A·N numbers stored a step.
 
     A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g, so that
     columns sum to A/N; the end divides by A. Here A and N leave out what is all masked. If the
@@ -924,9 +925,8 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(
-            _in_blocks, pairs, options, size
-        )  # (A,), or summed already: `answer` can scale them
+        # (A,), or summed: losses are to be scaled in `answer`, not here
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)
     else:
         found = answer(pairs, options)
         value, tally = found.losses, found.tally
