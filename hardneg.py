@@ -102,7 +102,7 @@ class Options(TypedDict, total=False):
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
-    detach_weights  no gradient through weights. None: True for transported (see sinkhorn), else not
+    detach_weights  no gradient in weights, their options. None: True for transported (see sinkhorn)
     debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
     reduction       "mean", "sum": of all ranks; "none": each of this rank, to be averaged for DDP
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
@@ -285,13 +285,13 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
 # has to stay so: fill x < FAR with 0 first, with MASKED last. Values and slopes have to be finite,
-# for cosines to ±(1 + 1e-6). A rule weighs positives, too, as x, while `logits` stay the candidates
-# of the row. If it has a number for each column, positives need one, as 0.0 is for the potential.
+# for cosines t · x to ±(1 + 1e-6). `by_rule` weighs x, candidates or positives; thresholds and sums
+# are of logits, the row's candidates. What has a number for each column gets 0.0 for positives.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
 #     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
 
-FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")
+FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")  # tilted as β ≥ 0
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
 MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
@@ -371,13 +371,13 @@ def weigh(pos, neg, n, pairs, options):
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
     of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
-    To cap weights: both, after `scale`, before log_weights; and the rule leaves `of_mean_one`."""
+    To cap weights: log_w and log_w_pos, after `scale`; take the rule out of `of_mean_one`."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
         log_w = torch.log_softmax(scores, -1) + n.log().clamp_min(MASKED)[:, None]
     if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] != "published"):
-        # what scaling added to each of a row, read at its heaviest: −1e30 would round it away
+        # scaling added one number to a row: read it at the heaviest, as −1e30 rounds it away
         scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
         log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
     if pairs.log_weights is not None:
@@ -458,7 +458,8 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
 # another, τ_i: `exact`. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
-# To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0.
+# To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0. Of
+# another τ⁺ ask all: tau_plus != 0 in `answer` and in `weigh`, `_debiased`, `_warn_of`.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -543,13 +544,13 @@ class _Pairs(NamedTuple):
         has a gradient: it is a tensor in every call, named in MAY_LEARN, for blocks
         masks, each row alone: in `plain` of `_mask_`; if i, j is not j, i, `symmetric` of `_couple`
         weighs: in `of_mean_one` of `_debiased`; a rule's goes to every call of `by_rule`
-        scales logits: in t, as all take t · logits for cosines; shifts them: in `answer`, after 2
+        scales logits: in t, as all take t · logits for cosines; shifts them: at an objective's call
         is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of the anchor's sample, each once, or −1: no candidates; of a single view, positives
+    # columns of the anchor's sample, each once, or −1: no candidates; positives of a single view
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
@@ -638,8 +639,8 @@ def _who(pairs, options):
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Nothing before may save neg (neg.square() would raise). Autograd does not know what is masked:
-    a slope in a logit masked here or by `_drop_` would reach the embeddings. In a sum its share is
-    0; others have to fill it, and be flat where all are. Not random, as it is called again."""
+    a slope in a logit masked here or by `_drop_` would reach the embeddings. Softmax gives it none;
+    else fill it, and be flat where all are masked. Not random, as it is called again."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -648,7 +649,7 @@ def _mask_(neg, pos, pairs, options):
     if pairs.labels is not None:
         neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, MASKED)
     if margins != (None, None):
-        limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)
+        limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)  # absent ones are MASKED
         neg.masked_fill_(neg > limit / pairs.t, MASKED)
     if plain:  # saves a pass over the matrix
         n = neg.shape[1] - (pairs.own >= 0).sum(1)
@@ -699,7 +700,7 @@ def _mean_where(counts, x):
 
 
 # ---- 5. Transport: weights that share out every candidate equally ------------------------------
-# To add a cost: Options, `ground_cost`; value and slope are finite for cosines −2 to 1 + 1e-6.
+# To add a cost, of one cosine each: Options, `ground_cost`; value and slope finite, −2 to 1 + 1e-6.
 
 
 def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
@@ -925,8 +926,7 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        # (A,), or summed: losses are to be scaled in `answer`, not here
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum: scale in `answer`
     else:
         found = answer(pairs, options)
         value, tally = found.losses, found.tally
