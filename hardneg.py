@@ -543,7 +543,7 @@ class _Pairs(NamedTuple):
         has one for each column: `_line_up` gathers a batch's
         has a gradient: it is a tensor in every call, named in MAY_LEARN, for blocks
         masks, each row alone: in `plain` of `_mask_`; if i, j is not j, i, `symmetric` of `_couple`
-        weighs: in `of_mean_one` of `_debiased`; a rule's goes to every call of `by_rule`
+        weighs: in `of_mean_one`, and refused for "exact" by `_check_call`; a rule's to all `by_rule`
         scales logits: in t, as all take t · logits for cosines; shifts them: at an objective's call
         is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
 
@@ -953,7 +953,7 @@ def _warn_of(tally, a, options):
 def _block_size(pairs, options):
     """Choose the anchors in a block, for a CPU's cache or to keep a GPU busy; 0: all at once."""
     if pairs.candidates.ndim == 3:
-        return 0  # blocks would save little, as rows take D times the memory of products
+        return 0  # `_run_blocks` would add a block's slope to all rows, and save little memory
     if options["block_size"] is not None:
         return options["block_size"]
     columns = len(pairs.candidates)
