@@ -543,7 +543,7 @@ class _Pairs(NamedTuple):
         has one for each column: `_line_up` gathers a batch's
         has a gradient: it is a tensor in every call, named in MAY_LEARN, for blocks
         masks, each row alone: in `plain` of `_mask_`; if i, j is not j, i, `symmetric` of `_couple`
-        weighs: in `of_mean_one`, and refused for "exact" by `_check_call`; a rule's to all `by_rule`
+        weighs: in `of_mean_one`, refused for "exact" by `_check_call`; a rule's: in all `by_rule`
         scales logits: in t, as all take t · logits for cosines; shifts them: at an objective's call
         is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
 
