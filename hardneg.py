@@ -295,7 +295,7 @@ FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")  # tilted as β ≥ 0
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
 MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
-COUPLED = ("transported",)  # `_couple` calls these at potential 0 as the kernel, so add it last
+COUPLED = ("transported",)  # `_couple`'s kernel is a rule at potential 0: add that last
 
 # The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
 # is below FAR counts as masked; the ranges in Options have to keep it there, finite in float32.
@@ -458,8 +458,8 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
 # another, τ_i: `exact`. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
-# To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0. Of
-# another τ⁺ ask all: tau_plus != 0 in `answer` and in `weigh`, `_debiased`, `_warn_of`.
+# To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0.
+# Another option for τ⁺ is tested wherever tau_plus is: `answer`, `weigh`, `_debiased`, `_warn_of`.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -550,7 +550,7 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of the anchor's sample, each once, or −1: no candidates; positives of a single view
+    # columns of the anchor's sample, once or −1: no candidates; of one view, not in_batch, positives
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
@@ -559,7 +559,7 @@ class _Pairs(NamedTuple):
     labels: Tensor | None = None  # (A,)
     candidate_labels: Tensor | None = None  # (N,)
     by_label: bool = False  # candidates of an anchor's label are its positives
-    in_batch: bool = False  # the candidates are the anchors, of all ranks
+    in_batch: bool = False  # candidates are the anchors of all ranks, `own` has the anchor itself
 
     def of(self, rows: slice) -> _Pairs:
         taken = {}
@@ -926,7 +926,7 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum: scale in `answer`
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or its sum: scale in `answer`
     else:
         found = answer(pairs, options)
         value, tally = found.losses, found.tally
