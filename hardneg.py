@@ -541,7 +541,7 @@ class _Pairs(NamedTuple):
     To add a field, or an option that masks or weighs; if it
         has a row for each anchor: name it in PER_ANCHOR: blocks cut it, the coupling gathers it
         has one for each column: `_line_up` gathers a batch's
-        has a gradient: it is a tensor in every call, named in MAY_LEARN, for blocks
+        has a gradient: a tensor in every call, in MAY_LEARN; in `weigh` see detach_weights
         masks, each row alone: in `plain` of `_mask_`; if i, j is not j, i, `symmetric` of `_couple`
         weighs: in `of_mean_one`, refused for "exact" by `_check_call`; a rule's: in all `by_rule`
         scales logits: in t, as all take t · logits for cosines; shifts them: at an objective's call
@@ -550,7 +550,7 @@ class _Pairs(NamedTuple):
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of the anchor's sample, once or −1: no candidates; of one view, not in_batch, positives
+    # columns of the anchor's sample, once, or −1: no candidates; of one view with a bank, positives
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
@@ -649,7 +649,7 @@ def _mask_(neg, pos, pairs, options):
     if pairs.labels is not None:
         neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, MASKED)
     if margins != (None, None):
-        limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)  # absent ones are MASKED
+        limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)  # amax skips absent ones
         neg.masked_fill_(neg > limit / pairs.t, MASKED)
     if plain:  # saves a pass over the matrix
         n = neg.shape[1] - (pairs.own >= 0).sum(1)
@@ -926,7 +926,7 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or its sum: scale in `answer`
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum: scale in `answer`
     else:
         found = answer(pairs, options)
         value, tally = found.losses, found.tally
