@@ -102,7 +102,7 @@ class Options(TypedDict, total=False):
     absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
                     or c − relative_margin · |c|, c that of the nearest positive. None: drop none
     normalize       project rows to the unit sphere first; if False, they have to be unit rows
-    detach_weights  no gradient in weights, their options. None: True for transported (see sinkhorn)
+    detach_weights  no gradient through the weights. None: for transported alone, see sinkhorn
     debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
     reduction       "mean", "sum": of all ranks; "none": each of this rank, to be averaged for DDP
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
@@ -111,7 +111,7 @@ class Options(TypedDict, total=False):
                     "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
                     the loss of the first anchor has no gradient in them, they never get any"""
 
-    # type, default, and names, or [low, high], which keeps masks below FAR; ints if high is an int
+    # type, default, names or a range [low, high], of ints if high is one; it keeps masks below FAR
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
@@ -176,8 +176,8 @@ def contrastive_loss(
     negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
                     be finite, too; labels still make them positives
     log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
-                    Scores of a teacher; of K candidates drawn, each anew, with probability q_j,
-                    −log(K q_j), or log q_i − log q_j if the positive, i, is drawn so, too
+                    Scores of a teacher. Or −log(K q_j) if K candidates are drawn with replacement,
+                    j with probability q_j; log q_i − log q_j if the positive, i, is drawn so, too
     labels          (B,), or (B + K,) with negatives (K, D), the last K for those. Samples of one
                     label are no negatives of each other. They are positives in the objective ppcl,
                     and of a single view without `positive_index`. Every number is a label, −1 too
@@ -295,7 +295,7 @@ FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")  # tilted as β ≥ 0
 WEIGHTS = FIT_FOR_EXACT + ("transported",)
 MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
 SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
-COUPLED = ("transported",)  # `_couple`'s kernel is a rule at potential 0: add that last
+COUPLED = ("transported",)  # these add a potential, last; before it they are `_couple`'s kernel
 
 # The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
 # is below FAR counts as masked; the ranges in Options have to keep it there, finite in float32.
@@ -459,7 +459,6 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
 # another, τ_i: `exact`. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
 # To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0.
-# Another option for τ⁺ is tested wherever tau_plus is: `answer`, `weigh`, `_debiased`, `_warn_of`.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -542,15 +541,15 @@ class _Pairs(NamedTuple):
         has a row for each anchor: name it in PER_ANCHOR: blocks cut it, the coupling gathers it
         has one for each column: `_line_up` gathers a batch's
         has a gradient: a tensor in every call, in MAY_LEARN; in `weigh` see detach_weights
-        masks, each row alone: in `plain` of `_mask_`; if i, j is not j, i, `symmetric` of `_couple`
-        weighs: in `of_mean_one`, refused for "exact" by `_check_call`; a rule's: in all `by_rule`
+        masks, each row alone: in `plain` of `_mask_`; if asymmetric, in `symmetric` of `_couple`
+        weighs: in `of_mean_one`, refused for "exact" by `_check_call`; for rules, in each `by_rule`
         scales logits: in t, as all take t · logits for cosines; shifts them: at an objective's call
         is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of the anchor's sample, once, or −1: no candidates; of one view with a bank, positives
+    # columns of the anchor's sample, each once, padded with −1: never candidates
     own: Tensor  # (A, any number)
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
@@ -593,8 +592,10 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
         own = torch.full((b, 1), -1, device=device)  # no candidate shows an anchor's sample
     if positive_index is not None:
         own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
-        repeated = (own[:, :, None] == own[:, None]).tril(-1).any(2)
-        own = own.masked_fill(repeated, -1)  # counts once
+        own, order = own.sort(1)
+        repeated = own[:, 1:] == own[:, :-1]
+        own[:, 1:] = own[:, 1:].masked_fill(repeated, -1)  # counts once
+        own = own.scatter(1, order, own)
     cosines = anchors[:, :0]  # of a single view, whose positives `_who` reads off the logits
     if v > 1:
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
@@ -639,8 +640,8 @@ def _who(pairs, options):
 def _mask_(neg, pos, pairs, options):
     """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
     Nothing before may save neg (neg.square() would raise). Autograd does not know what is masked:
-    a slope in a logit masked here or by `_drop_` would reach the embeddings. Softmax gives it none;
-    else fill it, and be flat where all are masked. Not random, as it is called again."""
+    a slope in a logit masked here or by `_drop_` would reach the embeddings. A softmax has none
+    there; other readers fill it first. This is called again, so it must not be random."""
     _drop_(neg, pairs.own)
     margins = options["absolute_margin"], options["relative_margin"]
     plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
@@ -740,8 +741,7 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
     log_kernel() is called at each step and gives −C/ε (A, N) in blocks of rows, MASKED where i and
-    j must not be coupled → f (A,), g (N,), error. Differentiable through all steps, not
-    the last alone: 2·A·N numbers stored a step.
+    j must not be coupled → f (A,), g (N,), error. A gradient through all steps stores 2·A·N each.
 
     A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g, so that
     columns sum to A/N; the end divides by A. Here A and N leave out what is all masked. If the
@@ -897,7 +897,7 @@ def mine(
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw k different negatives for every anchor, each time j of those left with odds ∝ w_ij.
+    """Draw k distinct negatives for each anchor, each time j of those left with probability ∝ w_ij.
     log_w (A, N), −∞ if not to be drawn, k or more others → indices; negatives=rows[draw(log_w, k)].
     By tilted(logits), own rows −1e30, it prefers hard ones: give the loss uniform weights then."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
@@ -941,7 +941,7 @@ def _evaluate(pairs, group, options):
 
 
 def _warn_of(tally, a, options):
-    """Warn if no anchor has a positive, or a candidate, or if debiasing leaves most of a nothing.
+    """Warn if none of a anchors has a positive, or a candidate, or debiasing leaves most nothing.
     By the default τ⁺ the floor marks solved anchors, so only a given one warns."""
     for what, count in zip(("positive", "candidate"), tally[:2], strict=True):
         if count == 0:
