@@ -169,6 +169,8 @@ pays-cifar10 on cifar10, seeds 0 1 2 3 4: {SIXTY} --loss simclr
     simclr 0.4: --temperature 0.4
     tilted 0.4: --temperature 0.4 --weights tilted --beta 0.5
     decoupled 0.067: --temperature 0.067 --objective decoupled
+pays-decoupled on cifar10, seeds 0 1 2 3 4: {SIXTY} --loss simclr
+    decoupled 0.1: --temperature 0.1 --objective decoupled
 pays-tiny on tiny, seeds 0 1 2 3 4: --size 32 {SIXTY} --loss simclr
     simclr 0.1: --temperature 0.1
     tilted 0.1: --temperature 0.1 --weights tilted --beta 0.5
