@@ -108,15 +108,15 @@ class Options(TypedDict, total=False):
     block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
                     on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
                     no second derivative, and random functions draw again in the backward pass of
-                    "none" losses. Not in blocks: negatives (B, K, D), and functions that learn: if
-                    the loss of the first anchor has no gradient in them, they never get any"""
+                    "none" losses. Not in blocks: negatives (B, K, D), and functions that learn. The
+                    first anchor tells if they learn: its loss must have a gradient in them"""
 
-    # type, default, names or a range [low, high], of ints if high is one; it keeps masks below FAR
+    # type, default, names or a range [low, high], of ints if high is one; ranges keep masks < FAR
     loss: Annotated[str, "simclr", PRESETS]
     weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
     objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
     temperature: Annotated[float | Tensor, 0.1, [1e-6, 1e6]]
-    tau_plus: Annotated[float | None, None, [0, 0.999]]
+    tau_plus: Annotated[float | None, None, [0, 0.999]]  # defaults of these three: in PRESETS
     beta: Annotated[float, 0.5, [0, 1e8]]
     alpha: Annotated[float, 0.3, [1e-9, 1.0]]
     epsilon: Annotated[float, 0.2, [1e-9, 1e9]]
@@ -233,13 +233,13 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
-        log_w, log_w_pos = weigh(pos, neg, n, pairs, options)  # (a, N); (a, M), 0 if unused
+        log_w, log_w_pos = weigh(pos, neg, n, pairs, options)  # (a, N); (a, M), 0 if it cancels
 
     # 3. What is done with them?
     objective, t = options["objective"], pairs.t
     clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
     if callable(objective):
-        dropped = torch.minimum(neg, log_w) < FAR  # filled, it gets no gradient: see `_mask_`
+        dropped = torch.minimum(neg, log_w) < FAR  # filled, as no slope may be there: see `_mask_`
         kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
         losses = objective(pos.masked_fill(pos < FAR, MASKED), kept, log_w_kept)
     elif objective == "simple":
@@ -248,7 +248,7 @@ def answer(pairs: _Pairs, options: Options) -> _Answers:
         losses = triplet(t * pos, t * neg, log_w, options["margin"])
     else:
         log_negatives = log_sum(neg, log_w)  # (a,)
-        if options["tau_plus"] != 0:  # None, too: by now 1 / (N_i + 1)
+        if options["tau_plus"] != 0:  # None, too: `_debiased` takes 1 / (N_i + 1)
             found = _debiased(log_negatives, pos, neg, log_w, log_w_pos, log_n, pairs, options)
             log_negatives, clamped = found
         losses = OF_LOGITS[objective](pos, log_negatives)
@@ -286,7 +286,7 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
 # has to stay so: fill x < FAR with 0 first, with MASKED last. Values and slopes have to be finite,
 # for cosines t · x to ±(1 + 1e-6). `by_rule` weighs x, candidates or positives; thresholds and sums
-# are of logits, the row's candidates. What has a number for each column gets 0.0 for positives.
+# are of logits, the row's candidates. What a column has, as potential, is 0.0 for positives.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
 #     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
@@ -370,8 +370,8 @@ def weigh(pos, neg, n, pairs, options):
     """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
-    of its logit, at potential 0, and scaled alike; in "published" a single one's weight cancels.
-    To cap weights: log_w and log_w_pos, after `scale`; take the rule out of `of_mean_one`."""
+    of its logit, at potential 0, and scaled alike; in "published" a single one's cancels and is 0.
+    To cap weights: both, after `scale`; and take the rule out of `of_mean_one` in `_debiased`."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -458,7 +458,7 @@ OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
 # A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
 # that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
 # another, τ_i: `exact`. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
-# To add one: Options, `_debiased`, `settle`, `_check_call`; its slope has to be finite at E = 0.
+# To add one: Options, `_debiased` with `weigh`, `settle`, `_check_call`; a finite slope at E = 0.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -466,7 +466,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
     log_mean: log E; log_mean_pos: log E⁺; tau_plus: τ⁺; (A,) each → (A,), and where the floor
     holds: as no cosine is below −1, no less can be left. There it has a gradient in t alone.
-    Ref: [1] Eq. 2; Fig. 5, but for its floor, which lacks N"""
+    Ref: [1] Eq. 2; Fig. 5, whose floor is of a sum and lacks the factor N"""
     floor = -1 / t
     rest, nothing_left = _subtract(log_mean, log_mean_pos, tau_plus.log())
     clamped = nothing_left | (rest < floor)
@@ -521,7 +521,7 @@ def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
     of_mean_one = of_mean_one and pairs.log_weights is None
     log_total = log_n if of_mean_one else log_sum(log_w)  # log W
     log_mean, log_mean_pos = log_all - log_total, _log_mean_pos(pos, log_w_pos)
-    if options["debias"] == "published":
+    if options["debias"] == "published":  # log_w_pos of a single positive is 0 here, not its weight
         rest, clamped = published(log_mean, log_mean_pos, tau_plus, pairs.t)
     elif options["debias"] == "exact":
         plain, plain_pos = log_sum(neg) - log_n, _log_mean_pos(pos, uniform(pos))
@@ -542,23 +542,24 @@ class _Pairs(NamedTuple):
         has one for each column: `_line_up` gathers a batch's
         has a gradient: a tensor in every call, in MAY_LEARN; in `weigh` see detach_weights
         masks, each row alone: in `plain` of `_mask_`; if asymmetric, in `symmetric` of `_couple`
-        weighs: in `of_mean_one`, refused for "exact" by `_check_call`; for rules, in each `by_rule`
-        scales logits: in t, as all take t · logits for cosines; shifts them: at an objective's call
+        weighs: in `of_mean_one` of `_debiased`, for "exact" in `_check_call`; rules: in `by_rule`
+        scales logits: in t, as all take t · logits for cosines
+        shifts positives, or all of a row: at an objective's call; to shift a candidate, weigh it
         is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
 
     anchors: Tensor  # (A, D)
     candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
     pos_cosines: Tensor  # (A, M), of anchors and positives
-    # columns of the anchor's sample, each once, padded with −1: never candidates
-    own: Tensor  # (A, any number)
+    own: Tensor  # (A, any number), columns of its sample, each once, or −1: never candidates
     t: Tensor  # ()
     potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
     candidate_labels: Tensor | None = None  # (N,)
+    by_index: bool = False  # columns `own` are the positives, as of a single view
     by_label: bool = False  # candidates of an anchor's label are its positives
-    in_batch: bool = False  # candidates are the anchors of all ranks, `own` has the anchor itself
+    symmetric: bool = False  # the logits of all anchors are their own transpose: of a batch alone
 
     def of(self, rows: slice) -> _Pairs:
         taken = {}
@@ -578,13 +579,13 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
     """Arrange the arguments of a call as anchors, candidates, and what is known of their pairs."""
     project = unit if options["normalize"] else _upcast
     z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
-    device = z.device
+    device, known = z.device, {"symmetric": negatives is None}
     if negatives is None:  # a batch: all views are anchors, and candidates of each other
         anchors, candidates = z, gather(z, group)
         # row i + k·B, counted around the end, shows the sample of row i, k views later
         positives = [z.roll(-k * b, 0) for k in range(1, v)]
         first = 0 if group is None else distributed.get_rank(group) * len(z)
-        columns = torch.arange(first, first + len(z), device=device)
+        columns = first + torch.arange(len(z), device=device)
         own = columns.view(v, b).T.repeat(v, 1)  # (A, V): row i + k·B has i, i + B, …
     else:
         anchors, *positives = z.split(b)
@@ -594,14 +595,14 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
         own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
         own, order = own.sort(1)
         repeated = own[:, 1:] == own[:, :-1]
-        own[:, 1:] = own[:, 1:].masked_fill(repeated, -1)  # counts once
+        own[:, 1:].masked_fill_(repeated, -1)  # counts once
         own = own.scatter(1, order, own)
+        known["by_index"] = v == 1
     cosines = anchors[:, :0]  # of a single view, whose positives `_who` reads off the logits
     if v > 1:
         cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
     t = options["temperature"]
     t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs more than 16 bits
-    known = {"in_batch": negatives is None}
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
         labels, of_rows = labels[:b], labels[b:]  # of_rows: of negatives
@@ -625,7 +626,7 @@ def _who(pairs, options):
         neg = anchors @ pairs.candidates.T  # (a, N)
     else:
         neg = torch.einsum("ad,and->an", anchors, pairs.candidates)
-    if pos.shape[1] == 0 and not pairs.in_batch:  # a single view: named rows are its positives
+    if pairs.by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
         named = neg[rows, pairs.own.clamp_min(0)]  # (a, P); neg.gather would save neg for autograd
         pos = named.masked_fill(pairs.own < 0, MASKED)
@@ -815,7 +816,7 @@ def _couple(pairs, options):
         return by_rule(neg, neg, 0.0, some.t, options)  # −C/ε
 
     margins = options["absolute_margin"], options["relative_margin"]
-    symmetric = pairs.in_batch and pairs.mask is None and margins == (None, None)
+    symmetric = pairs.symmetric and pairs.mask is None and margins == (None, None)
     a, n = len(pairs.anchors), len(pairs.candidates)
     blocks = _slices(a, max(1, 2**20 // n))  # 4 MB each: they fit into a cache
     if torch.is_grad_enabled() or a * n <= 2**24:  # 64 MB in all
@@ -926,7 +927,7 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum: scale in `answer`
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum: change losses in `answer`
     else:
         found = answer(pairs, options)
         value, tally = found.losses, found.tally
@@ -1093,7 +1094,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _upcast(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(torch.promote_types(x.dtype, torch.float32))  # may be x itself
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
@@ -1168,16 +1169,15 @@ for _name, _hint in get_type_hints(Options, include_extras=True).items():
 
 def settle(given: Options) -> Options:
     """Check the options of a call, and decide what is left open."""
-    for name in given:
+    loss = given.get("loss", DEFAULTS["loss"])
+    _check_option("loss", loss)
+    options = DEFAULTS | dict(zip(("weights", "objective", "tau_plus"), PRESETS[loss], strict=True))
+    for name, value in given.items():
         if name not in DEFAULTS:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(DEFAULTS)}")
-    options = {**DEFAULTS, **given}
-    for name, value in options.items():
         _check_option(name, value)
-    of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[options["loss"]], strict=True)
-    for name, value in of_loss:
-        if options[name] is None:
-            options[name] = value  # tau_plus may stay None, which is 1 / (N_i + 1)
+        if value is not None:  # None: the loss's. tau_plus may stay None, which is 1 / (N_i + 1)
+            options[name] = value
     weights, objective = options["weights"], options["objective"]
     has_tau_plus = objective in tuple(OF_LOGITS)  # a function may have no hash
     if not has_tau_plus:
