@@ -877,7 +877,7 @@ def mine(
         found = torch.full((n, k), -1, device=device)
         found_cosines = queries.new_full((n, k), -INF)
         for rows in _slices(n, rows_at_once):
-            own = positives[rows]  # (a, P)
+            own = positives[rows]  # (a, P); margins and labels need all documents at once
             cosines = matrix[: len(own)]  # (a, N)
             torch.mm(queries[rows], documents.T, out=cosines)
             if margins != (None, None):  # first: the next two mask own cosines, which it reads
@@ -927,10 +927,10 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum: change losses in `answer`
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum
     else:
         found = answer(pairs, options)
-        value, tally = found.losses, found.tally
+        value, tally = found.losses, found.tally  # (A,). A sum above: change losses in `answer`
     if _may_read(tally):
         _warn_of(tally.tolist(), len(pairs.anchors), options)
     if options["reduction"] == "none":
