@@ -225,7 +225,7 @@ class _Answers(NamedTuple):
 
 
 def answer(pairs: _Pairs, options: Options) -> _Answers:
-    """Answer the three questions for some anchors. A loss may run this twice: see 7."""
+    """Answer the three questions for some anchors, each alone. A loss may run this twice: see 7."""
     # 1. Who could be a negative?
     pos, neg, n = _who(pairs, options)  # logits (a, M), (a, N); N_i (a,)
     log_n = n.clamp_min(1).log()
@@ -309,7 +309,7 @@ def uniform(logits: Tensor) -> Tensor:
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
-def tilted(logits: Tensor, beta: float = 0.5) -> Tensor:
+def tilted(logits: Tensor, beta: float) -> Tensor:
     """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), after scaling.
     Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, Z_β estimated from candidates"""
     log_w = beta * logits
@@ -325,7 +325,7 @@ def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
     return top(logits, 1e-9, x)  # ⌈1e-9 · N⌉ is 1 up to N = 1e9
 
 
-def top(logits: Tensor, alpha: float = 0.3, x: Tensor | None = None) -> Tensor:
+def top(logits: Tensor, alpha: float, x: Tensor | None = None) -> Tensor:
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
     Ties with it are kept; alpha = k / N keeps the k nearest. x: as in `hardest`. Weights are 0 or
     1: [4] sums these. Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
@@ -371,7 +371,7 @@ def weigh(pos, neg, n, pairs, options):
     Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
     sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
     of its logit, at potential 0, and scaled alike; in "published" a single one's cancels and is 0.
-    To cap weights: both, after `scale`; and take the rule out of `of_mean_one` in `_debiased`."""
+    To cap or bend weights: both, after `scale`; and in `_debiased` change `of_mean_one`."""
     scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
     log_w, log_w_pos = scores, uniform(pos)
     if options["weights"] in SCALED_TO_MEAN_ONE:
@@ -432,7 +432,7 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
     return _weighted_mean(neg, log_w) - _mean_over_positives(pos, pos)
 
 
-def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float = 0.0) -> Tensor:
+def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
     The difference is 2 (cos_j − cos_m). Memory: A·M·N, so A·N² if labels make positives.
     Ref: [2] IV; at η = 0 on `hardest` twice [4] Eq. 6"""
@@ -541,8 +541,10 @@ class _Pairs(NamedTuple):
         has a row for each anchor: name it in PER_ANCHOR: blocks cut it, the coupling gathers it
         has one for each column: `_line_up` gathers a batch's
         has a gradient: a tensor in every call, in MAY_LEARN; in `weigh` see detach_weights
-        masks, each row alone: in `plain` of `_mask_`; if asymmetric, in `symmetric` of `_couple`
-        weighs: in `of_mean_one` of `_debiased`, for "exact" in `_check_call`; rules: in `by_rule`
+        masks: each row alone, in `_mask_`, and in its `plain`
+        masks i for j, but not j for i: in `symmetric` of `_couple`
+        weighs: in `of_mean_one` of `_debiased`; refused for "exact" by `_check_call`
+        is for rules: given in each call of `by_rule`
         scales logits: in t, as all take t · logits for cosines
         shifts positives, or all of a row: at an objective's call; to shift a candidate, weigh it
         is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
@@ -705,7 +707,7 @@ def _mean_where(counts, x):
 # To add a cost, of one cosine each: Options, `ground_cost`; value and slope finite, −2 to 1 + 1e-6.
 
 
-def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) -> Tensor:
+def ground_cost(cosines: Tensor, cost: str, kappa: float) -> Tensor:
     """Compute the cost of coupling unit rows of a cosine, −2 if masked. Ref: [2] Eq. 5, VII-C
     "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
     _check_option("cost", cost)
@@ -716,12 +718,7 @@ def ground_cost(cosines: Tensor, cost: str = "sqeuclidean", kappa: float = 0.0) 
 
 
 def transported(
-    logits: Tensor,
-    potential: Tensor,
-    t: float | Tensor,
-    epsilon: float = 0.2,
-    cost: str = "sqeuclidean",
-    kappa: float = 0.0,
+    logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str, kappa: float
 ) -> Tensor:
     """Count near candidates, but let each have the same total over anchors, if all N_i are equal.
         w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling; with mean 1, w_ij = N P*(j | i)
@@ -900,7 +897,7 @@ def mine(
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k distinct negatives for each anchor, each time j of those left with probability ∝ w_ij.
     log_w (A, N), −∞ if not to be drawn, k or more others → indices; negatives=rows[draw(log_w, k)].
-    By tilted(logits), own rows −1e30, it prefers hard ones: give the loss uniform weights then."""
+    By tilted(logits, β), own rows −1e30, it prefers hard ones: then give a loss uniform weights."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -927,10 +924,11 @@ def _evaluate(pairs, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
     size = _block_size(pairs, options)
     if size > 0:
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)  # or a sum
+        # a sum already, or (A,): what changes single losses belongs in `answer`
+        value, tally = _uncompiled(_in_blocks, pairs, options, size)
     else:
         found = answer(pairs, options)
-        value, tally = found.losses, found.tally  # (A,). A sum above: change losses in `answer`
+        value, tally = found.losses, found.tally  # (A,)
     if _may_read(tally):
         _warn_of(tally.tolist(), len(pairs.anchors), options)
     if options["reduction"] == "none":

@@ -776,7 +776,7 @@ class TestSinkhorn:
         with pytest.raises(hardneg.InvalidArgument, match="^max_steps is 0; it must be "):
             couple(torch.zeros(2, 2), max_steps=0)
         with pytest.raises(hardneg.InvalidArgument, match="^cost is 'square'; it must be "):
-            hardneg.ground_cost(torch.zeros(2, 2), "square")
+            hardneg.ground_cost(torch.zeros(2, 2), "square", 0)
 
     @given(**SEEDS)
     def test_exact_rows_do_not_stop_the_first_step(self, seed):

@@ -288,7 +288,7 @@ class TestTheorems:
         """Its loss is 1 − E x·x⁺ ≥ 0; that of the entropic coupling is at most ε log n lower."""
         x, y = normal(seed, 2, n, d)
         z, aligned = oracle.unit(x), (oracle.unit(x) * oracle.unit(y)).sum(1)
-        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T)))
+        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T), "sqeuclidean", 0))
         plan = exact_coupling(cost)
         close((plan * cost).sum(), 0, 1e-9)
 
@@ -498,7 +498,7 @@ class TestTheorems:
         allowed = cosines > -INF
         assume(allowed.any(0).all() and feasible(allowed))
         cost = oracle.ground_cost(cosines)
-        kernel = -hardneg.ground_cost(torch.tensor(cosines)) / epsilon
+        kernel = -hardneg.ground_cost(torch.tensor(cosines), "sqeuclidean", 0) / epsilon
         f, g, _ = map(numpy, couple(kernel))
         u, v = epsilon * (f + math.log(a)), epsilon * (g + math.log(n))
         product = np.full((a, n), 1 / (a * n))
@@ -521,7 +521,7 @@ class TestTheorems:
     def test_without_marginals_the_minimiser_is_tilted(self, seed, a, n, t, epsilon):
         """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
         logits = torch.tensor(masked_logits(seed, a, n))
-        free = hardneg.transported(masked(logits), torch.zeros(n), t, epsilon)
+        free = hardneg.transported(masked(logits), torch.zeros(n), t, epsilon, "sqeuclidean", 0)
         log_w = infinite(torch.log_softmax(free, -1) + n_of(masked(logits)).log()[:, None])
         close(log_w, log_weights("tilted", logits, beta=t / epsilon), 1e-12)
         for row, weights in zip(numpy(logits), numpy(log_w.exp()), strict=True):
@@ -705,7 +705,7 @@ class TestTheorems:
         """The push on negatives has simclr's shares at t/(1 + β); for ot, at tε/(t + ε)."""
         cosines = masked_logits(seed, a, n) / 2
         neg, pos = torch.tensor(cosines / t), torch.zeros(a, 1, dtype=torch.float64)
-        by_ot = hardneg.transported(masked(neg), torch.zeros(n), t, epsilon)
+        by_ot = hardneg.transported(masked(neg), torch.zeros(n), t, epsilon, "sqeuclidean", 0)
         for log_w, t_effective in (
             (log_weights("tilted", neg, beta=beta), t / (1 + beta)),
             (by_ot, t * epsilon / (t + epsilon)),
@@ -749,7 +749,7 @@ class TestTheorems:
     def test_kappa_is_epsilon_in_another_unit(self, seed, a, n, kappa, epsilon):
         coupled = masked(masked_logits(seed, a, n) / 2), torch.zeros(n, dtype=torch.float64), 1.0
         one = hardneg.transported(*coupled, epsilon, "exp", kappa)
-        other = hardneg.transported(*coupled, epsilon * math.exp(kappa), "exp")
+        other = hardneg.transported(*coupled, epsilon * math.exp(kappa), "exp", 0)
         close(infinite(one), infinite(other), 1e-12)
 
     @pytest.mark.parametrize("beta, published", [(0, 1.492), (1, 2.558), (2, 4.258), (16, 6.050)])
