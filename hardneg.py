@@ -202,7 +202,7 @@ def contrastive_loss(
         if options["weights"] in COUPLED:
             pairs = pairs._replace(potential=_potential(pairs, group, options))
         value = _evaluate(pairs, group, options)
-        if _may_read(value):  # inputs: a masked NaN may leave the value finite, not slopes
+        if _may_read(value):  # a NaN that is masked may leave the value finite, but no slope
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
             for i, view in enumerate(views):
@@ -286,7 +286,7 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
 # A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
 # has to stay so: fill x < FAR with 0 first, with MASKED last. Values and slopes have to be finite,
 # for cosines t · x to ±(1 + 1e-6). `by_rule` weighs x, candidates or positives; thresholds and sums
-# are of logits, the row's candidates. What a column has, as potential, is 0.0 for positives.
+# are of logits, the row's candidates. Positives have no column, so potential is 0.0 there.
 # To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
 #     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
 #     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
@@ -704,7 +704,8 @@ def _mean_where(counts, x):
 
 
 # ---- 5. Transport: weights that share out every candidate equally ------------------------------
-# To add a cost, of one cosine each: Options, `ground_cost`; value and slope finite, −2 to 1 + 1e-6.
+# To add a cost of a cosine: Options, `ground_cost`. It has to be finite from −2 to 1 + 1e-6, and so
+# has its slope.
 
 
 def ground_cost(cosines: Tensor, cost: str, kappa: float) -> Tensor:
@@ -761,7 +762,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -_zero_if_masked(row_sums)  # as `_log_sums` took it for columns
+        f = -_zero_if_masked(row_sums)  # the f by which `_log_sums` weighed columns
         g = (n_rows / n_columns).log() - _zero_if_masked(column_sums)
         if symmetric:
             f = g = (f + g) / 2
@@ -928,7 +929,7 @@ def _evaluate(pairs, group, options):
         value, tally = _uncompiled(_in_blocks, pairs, options, size)
     else:
         found = answer(pairs, options)
-        value, tally = found.losses, found.tally  # (A,)
+        value, tally = found.losses, found.tally
     if _may_read(tally):
         _warn_of(tally.tolist(), len(pairs.anchors), options)
     if options["reduction"] == "none":
@@ -1092,7 +1093,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _upcast(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))  # may be x itself
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
@@ -1169,7 +1170,8 @@ def settle(given: Options) -> Options:
     """Check the options of a call, and decide what is left open."""
     loss = given.get("loss", DEFAULTS["loss"])
     _check_option("loss", loss)
-    options = DEFAULTS | dict(zip(("weights", "objective", "tau_plus"), PRESETS[loss], strict=True))
+    of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[loss], strict=True)
+    options = DEFAULTS | dict(of_loss)
     for name, value in given.items():
         if name not in DEFAULTS:
             raise TypeError(f"there is no option {name!r}; there are {', '.join(DEFAULTS)}")
