@@ -84,14 +84,12 @@ batch on cifar10, seeds 0 1 2: --fraction 0.2 --epochs 12 --lr 0.002
     simclr-{size}: --loss simclr --temperature 0.1 --batch-size {size}
     hcl-{size}: --loss hcl --temperature 0.2 --beta 0.5 --tau-plus 0.01 --batch-size {size}
     {size} = 32 128 512
-beta on cifar10, seeds 0 1 2: {SHORT} --temperature 0.2
-    # [1], App. C: β annealed
+beta on cifar10, seeds 0 1 2: {SHORT} --temperature 0.2  # [1], App. C: β annealed
     simclr: --loss simclr
     hcl-{b}: --loss hcl --beta {b} --tau-plus 0.01
     hcl-{b}-annealed: --loss hcl --beta {b} --tau-plus 0.01 --anneal
     {b} = 0.5 1 2
-epsilon-tau on cifar10, seeds 100: {SHORT} --temperature 0.2
-    # [2], VII-A
+epsilon-tau on cifar10, seeds 100: {SHORT} --temperature 0.2  # [2], VII-A
     {e}-{tau}: --loss ot --epsilon {e} --tau-plus {tau}
     {e} = 0.1 0.3 1
     {tau} = 0 0.01 0.05
@@ -103,8 +101,7 @@ cost on cifar10, seeds 0 1 2: {SHORT} --temperature 0.2 --loss ot --epsilon 0.3
 alpha on cifar10, seeds 100: {SHORT} --temperature 0.2
     hard-{a}: --loss hard --alpha {a}
     {a} = 0.01 0.03 0.1 0.3 1
-temperature on cifar10, seeds 0 1 2: {SHORT}
-    # [4], Table 1
+temperature on cifar10, seeds 0 1 2: {SHORT}  # [4], Table 1
     simclr-{t}: --loss simclr --temperature {t}
     hard-{t}: --loss hard --temperature {t} --alpha 0.1
     simple: --loss simple
@@ -127,8 +124,7 @@ objectives on cifar10, seeds 0 1 2: {SHORT} --temperature 0.2 --margin 0.5
     nce debiased, tilted: --loss simclr --weights tilted --beta 1 --tau-plus 0.01
     nce debiased, coupling: --loss simclr --weights transported --tau-plus 0.01 --epsilon 0.3
     {o} = simple triplet
-neighbours on cifar10, seeds 0: {SHORT}
-    # [4], Fig. 8
+neighbours on cifar10, seeds 0: {SHORT}  # [4], Fig. 8
     simclr-{t}: --loss simclr --temperature {t}
 # the rows of the next four are made below
 cause-search on cifar10, seeds 100: {SHORT} --fraction 0.25 --validation
@@ -171,6 +167,10 @@ pays-cifar10 on cifar10, seeds 0 1 2 3 4: {SIXTY} --loss simclr
     decoupled 0.067: --temperature 0.067 --objective decoupled
 pays-decoupled on cifar10, seeds 0 1 2 3 4: {SIXTY} --loss simclr
     decoupled 0.1: --temperature 0.1 --objective decoupled
+pays-rates on cifar10, seeds 1 2 3 4: {SIXTY} --loss simclr  # seed 1 chooses the rows that go on
+    simclr 0.1 at {r}: --temperature 0.1 --lr {r}
+    tilted 0.2 at {r}: --temperature 0.2 --weights tilted --beta 0.5 --lr {r}
+    {r} = 0.0015 0.006
 pays-tiny on tiny, seeds 0 1 2 3 4: --size 32 {SIXTY} --loss simclr
     simclr 0.1: --temperature 0.1
     tilted 0.1: --temperature 0.1 --weights tilted --beta 0.5
