@@ -25,7 +25,7 @@ SETTINGS = {  # the studies of each, and the one that its noise is taken from
     "CIFAR-10, validation split": ("cause-search", "cause"),
     "shapes": ("defaults", "shapes"),
     "shapes, batches of 64": ("shapes-64-search", "shapes-64"),
-    "CIFAR-10, 60 epochs": ("long pays-cifar10", "long"),
+    "CIFAR-10, 60 epochs": ("long pays-cifar10 pays-decoupled", "long"),
     "Tiny ImageNet, 60 epochs": ("pays-tiny", "tiny"),
 }
 SHORT, LONG = list(SETTINGS)[:3], list(SETTINGS)[-2:]
