@@ -167,7 +167,7 @@ pays-cifar10 on cifar10, seeds 0 1 2 3 4: {SIXTY} --loss simclr
     decoupled 0.067: --temperature 0.067 --objective decoupled
 pays-decoupled on cifar10, seeds 0 1 2 3 4: {SIXTY} --loss simclr
     decoupled 0.1: --temperature 0.1 --objective decoupled
-pays-rates on cifar10, seeds 1 2 3 4: {SIXTY} --loss simclr  # seed 1 chooses the rows that go on
+pays-rates on cifar10, seeds 1 2 3: {SIXTY} --loss simclr  # seed 1 chooses the rows that go on
     simclr 0.1 at {r}: --temperature 0.1 --lr {r}
     tilted 0.2 at {r}: --temperature 0.2 --weights tilted --beta 0.5 --lr {r}
     {r} = 0.0015 0.006

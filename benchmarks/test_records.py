@@ -280,9 +280,9 @@ def intervals_of(path):
     if "finetune-all" in studied:  # its rows are compared with those of another study
         for one in figures_of("finetune-tenth").values():
             samples += paired(one, figures_of("finetune-all")["SimCLR"], ["finetuned"])
-    if "pays-decoupled" in studied:  # registered later, and compared with the rows of before
-        [added] = figures_of("pays-decoupled").values()
-        for row in figures_of("pays-cifar10").values():
+    for study in studied & {"pays-decoupled", "pays-rates"}:  # added to the study of before
+        both = itertools.product(figures_of("pays-cifar10").values(), figures_of(study).values())
+        for row, added in both:
             samples += paired(row, added, ["linear", "knn"])
     written = {report.gain(gaps, k) for gaps in samples if len(gaps) > 1 for k in (1, 2)}
     return {text.lstrip("+-") for text in written}
