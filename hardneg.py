@@ -1,32 +1,39 @@
-"""Hard-negative contrastive learning in one file, to be copied into projects.
-Version 2.0.0, Python ≥ 3.11, torch ≥ 2.10. Copyright 2026 the hardneg authors. MIT licence.
+"""Hard-negative contrastive learning in one file that you can copy into your project.
+Version 2.0.0, for Python 3.11 and torch 2.10 or newer. Copyright 2026 the hardneg authors. MIT
+licence.
 
-An encoder learns by pulling two views of a sample together and pushing other samples, the
-negatives, away. Which ones, and how much, decides how good it gets. Methods answer three questions:
+An encoder learns without labels if it pulls two views of a sample together and pushes other samples
+away. The other samples are called negatives. Which negatives push, and how strongly each of them
+pushes, decides how well the encoder learns. Every loss of this file answers three questions:
 
-    1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given ones
-    2. How much does each one count?  weights w: as if those near the anchor were drawn more often
+    1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given rows
+    2. How much does each one count?  weights w: as if near candidates were drawn more often
     3. What is done with them?        objective: nce, each, ppcl, decoupled, simple, triplet
+
+You can combine any weights with any objective. Large batches need little memory. With two views of
+8192 samples `simclr` takes 118 MiB, where a matrix of all logits takes 3097 MiB.
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
-    A           anchors: V·B, every view of every sample; with `negatives` B, the first views
-    a           anchors in a block, as large batches are worked in blocks
-    M           positives: V − 1 other views, or P named rows; N columns more if labels make some
-    N           columns: V·B times the ranks, or K, the rows of `negatives`
-    N_i         candidates of anchor i: its columns that are not masked; N in formulas
-    z           embedding, a unit row                        f(x) in [1, 2, 4], v in [3]
-    t           temperature, divides cosines                 t in [1], τ in [3, 4]
-    s_ij, p_im  logits cos / t of anchor i with candidate j, with its m-th positive
-    log w_ij    log of the weight of candidate j, which itself could overflow float32
+    A           anchors: every view of every sample, V·B; with `negatives` the first view alone, B
+    a           the anchors of a block; large batches are worked on in blocks
+    M           positives of an anchor: the V − 1 other views, or P named rows; labels add N columns
+    N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
+    N_i         candidates of anchor i: the columns that are not masked; formulas write N
+    z           embedding, a unit row; f(x) in [1, 2, 4], v in [3]
+    t           temperature, which divides cosines; t in [1], τ in [3, 4]
+    s_ij, p_im  logits: the cosine of anchor i and candidate j, or its m-th positive, over t
+    log w_ij    log of the weight of candidate j; the weight itself could overflow float32
     tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
-    beta        β, the concentration of tilted weights; multiplies s = cos/t                 [1]
+    beta        β, how strongly tilted weights prefer near candidates; it multiplies s       [1]
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
     epsilon     ε, the entropic regularisation, in the unit of the ground cost               [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
 
-To copy: 1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding, 7 Large batches
-and ranks, 8 Numerics and checks. To train with it: 9 Views, 10 Encoders, 11 Generators, 12 Training
+Sections
+    The loss   1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding,
+               7 Large batches and ranks, 8 Numerics and checks
+    Training   9 Views, 10 Encoders, 11 Generators, 12 Training
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -42,7 +49,10 @@ References
 from __future__ import annotations
 
 # mypy: ignore-errors
+import difflib
 import functools
+import inspect
+import itertools
 import math
 import numbers
 import sys
@@ -53,21 +63,22 @@ from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_h
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
 __all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "ContrastiveLoss", "mine", "draw"]
 __all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "InvalidArgument"]
-__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "published", "exact"]
-__all__ += ["gather", "unit"]
+__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "published"]
+__all__ += ["gather", "unit", "NotFinite"]
 
 INF = math.inf
 
 # ---- 1. The loss -------------------------------------------------------------------------------
 
-PRESETS = {  # loss: weights, objective, τ⁺; None is 1 / (N_i + 1)
+PRESETS = {  # loss: weights, objective, τ⁺; a τ⁺ of None is 1 / (N_i + 1)
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
-    "hcl": ("tilted", "nce", None),  # [1] Eq. 2
+    "hcl": ("tilted", "nce", None),  # [1] Eq. 2; HN-NCE is hcl with tau_plus = 0
     "ot": ("transported", "nce", 0.0),  # [2] Eq. 5, 8
     "hard": ("top", "nce", 0.0),  # [4] Eq. 9
     "simple": ("uniform", "simple", 0.0),  # [4] Eq. 3; [2] Eq. 9
@@ -76,7 +87,8 @@ PRESETS = {  # loss: weights, objective, τ⁺; None is 1 / (N_i + 1)
     "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
     "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
 }
-# the papers' settings on CIFAR-10, where they name any: ContrastiveLoss("hcl", **PAPERS["hcl"])
+# The papers' settings on CIFAR-10, as far as they print them.
+# Use them as in ContrastiveLoss("hcl", **PAPERS["hcl"]).
 PAPERS = {
     "simclr": {"temperature": 0.5},  # [6] App. B.9
     "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, as the next
@@ -88,52 +100,106 @@ PAPERS = {
 
 
 class Options(TypedDict, total=False):
-    """Options of a loss; a loss ignores those it does not use. DEFAULTS and ALLOWED tell values.
+    """The options of a loss. A loss ignores the options that it does not use."""
 
-    loss            a row of PRESETS
-    weights         of candidates; None: the loss's. Or a function: logits (a, N) of some anchors →
-                    log weights, finite or −∞, used as they are, not scaled to mean 1. With τ⁺ and
-                    M > 1 it is called again, for positives (a, M). Masked logits are −1e30
-    objective       None: the loss's. Or a function: logits (a, M) of positives, logits and log
-                    weights (a, N), −1e30 of what does not count → losses (a,), 0 if nothing does
-    temperature     t, divides cosines; a 0-d tensor that requires a gradient is learned
-    tau_plus        τ⁺ of nce, each, ppcl, decoupled. None: the loss's; of hcl, debiased 1/(N_i + 1)
-    beta of tilted; alpha of top; margin of triplet; epsilon and cost of transported; kappa of "exp"
-    absolute_margin, relative_margin   drop likely false negatives: cosines over c − absolute_margin
-                    or c − relative_margin · |c|, c that of the nearest positive. None: drop none
-    normalize       project rows to the unit sphere first; if False, they have to be unit rows
-    detach_weights  no gradient through the weights. None: for transported alone, see sinkhorn
-    debias          of τ⁺ > 0: "published"; or "exact", of uniform, tilted, top or hardest weights
-    reduction       "mean", "sum": of all ranks; "none": each of this rank, to be averaged for DDP
-    block_size      anchors in a block, 0 for all at once; None: all up to 2^18 pairs on a CPU, 2^23
-                    on a GPU. In blocks memory grows as A + N, results differ by rounding, there is
-                    no second derivative, and random functions draw again in the backward pass of
-                    "none" losses. Not in blocks: negatives (B, K, D), and functions that learn. The
-                    first anchor tells if they learn: its loss must have a gradient in them"""
-
-    # type, default, names or a range [low, high], of ints if high is one; ranges keep masks < FAR
-    loss: Annotated[str, "simclr", PRESETS]
-    weights: Annotated[str | Callable[[Tensor], Tensor] | None, None, WEIGHTS]
-    objective: Annotated[str | Callable[[Tensor, Tensor, Tensor], Tensor] | None, None, OBJECTIVES]
-    temperature: Annotated[float | Tensor, 0.1, [1e-6, 1e6]]
-    tau_plus: Annotated[float | None, None, [0, 0.999]]  # defaults of these three: in PRESETS
-    beta: Annotated[float, 0.5, [0, 1e8]]
-    alpha: Annotated[float, 0.3, [1e-9, 1.0]]
-    epsilon: Annotated[float, 0.2, [1e-9, 1e9]]
-    cost: Annotated[Literal["sqeuclidean", "exp"], "sqeuclidean", ("sqeuclidean", "exp")]
-    kappa: Annotated[float, 0.0, [-60, 60.0]]
-    margin: Annotated[float, 0.0, [0, 1e9]]
-    absolute_margin: Annotated[float | None, None, [-9, 9.0]]
-    relative_margin: Annotated[float | None, None, [-9, 9.0]]
-    normalize: Annotated[bool, True, (True, False)]
-    detach_weights: Annotated[bool | None, None, (True, False)]
-    debias: Annotated[Literal["published", "exact"], "published", ("published", "exact")]
-    reduction: Annotated[Literal["mean", "sum", "none"], "mean", ("mean", "sum", "none")]
-    block_size: Annotated[int | None, None, [0, 2**40]]
+    # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
+    # Allowed are the names of a table, or a range [low, high], of whole numbers if high is an int.
+    loss: Annotated[str, "simclr", PRESETS, "The loss, which chooses weights and objective."]
+    weights: Annotated[
+        str | Callable[[Tensor], Tensor] | None,
+        None,
+        WEIGHTS,
+        """How much each candidate counts. By default the loss decides. A function of your own maps
+        the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
+        mean 1. Debiasing with several positives calls it for their logits (a, M), too. Logits of
+        what does not count are −1e30.""",
+    ]
+    objective: Annotated[
+        str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+        None,
+        OBJECTIVES,
+        """What is done with the weighted negatives. By default the loss decides. A function of your
+        own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
+        losses (a,). What does not count is −1e30. A loss has to be 0 where no candidate counts.""",
+    ]
+    temperature: Annotated[
+        float | Tensor,
+        0.1,
+        [1e-6, 1e6],
+        """The temperature t, which divides cosines. A tensor () that requires a gradient is
+        learned.""",
+    ]
+    tau_plus: Annotated[
+        float | None,
+        None,
+        [0, 0.999],
+        """τ⁺, the probability that a candidate has the anchor's class. By default the loss decides,
+        and `hcl` and `debiased` take 1 / (N_i + 1).""",
+    ]
+    beta: Annotated[float, 0.5, [0, 1e8], "β, how strongly near candidates are preferred [1]."]
+    alpha: Annotated[float, 0.3, [1e-9, 1.0], "α, the share of nearest candidates to keep [4]."]
+    epsilon: Annotated[
+        float,
+        0.2,
+        [1e-9, 1e9],
+        """ε, the entropic regularisation of the coupling, in the unit of the cost [2]. The smaller
+        it is, the more the nearest candidates get.""",
+    ]
+    cost: Annotated[
+        str,
+        "sqeuclidean",
+        COSTS,
+        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. The κ of [2] multiplies
+        the second by e^{−κ}, which is the same as an ε of e^κ · epsilon, so there is no κ.""",
+    ]
+    margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
+    absolute_margin: Annotated[
+        float | None,
+        None,
+        [-9, 9.0],
+        """Drop likely false negatives: candidates of a cosine above c − absolute_margin. c is the
+        cosine of the anchor's nearest positive.""",
+    ]
+    relative_margin: Annotated[
+        float | None,
+        None,
+        [-9, 9.0],
+        """Drop likely false negatives: candidates of a cosine above c − relative_margin · |c|. c is
+        the cosine of the anchor's nearest positive.""",
+    ]
+    normalize: Annotated[
+        bool,
+        True,
+        (True, False),
+        "Project rows to the unit sphere first. If you turn this off, pass unit rows.",
+    ]
+    detach_weights: Annotated[
+        bool | None,
+        None,
+        (True, False),
+        """Stop the gradient at the weights. By default `transported` does, and the others do not,
+        as in the code of their authors.""",
+    ]
+    reduction: Annotated[
+        Literal["mean", "sum", "none"],
+        "mean",
+        ("mean", "sum", "none"),
+        """The mean or the sum of the losses of all anchors of all ranks, or with "none" a loss for
+        each anchor of this rank. For DistributedDataParallel take the mean of those.""",
+    ]
+    block_size: Annotated[
+        int | None,
+        None,
+        [0, 2**40],
+        """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
+        2^23, is computed in one go. Larger batches are cut into blocks, so that memory grows with
+        A + N instead of A·N. 0 turns blocks off. Blocks change a result by rounding only. In blocks
+        a mean or a sum has no second derivative.""",
+    ]
 
 
 class Call(Options, total=False):
-    """What a call can be given: options, and what `contrastive_loss` explains."""
+    """What a call can be given: options, and the arguments that `contrastive_loss` explains."""
 
     negatives: Tensor | None
     positive_index: Tensor | None
@@ -162,574 +228,592 @@ def contrastive_loss(
     return_stats=False,
     **options,
 ):
-    """Compute any of the losses, on the views of a batch.
+    """Compute any of the losses on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
 
-    views           (B, D) each; row i shows sample i. Every row is an anchor, in the order of
-                    torch.cat(views); other rows of its sample are its positives, those of others
-                    its candidates. A single view has positives by `positive_index`, or else
-                    `labels`. The mean leaves out anchors without a positive, no others
-    negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates are these rows
-                    instead, and the anchors the first view alone
-    positive_index  (B,) or (B, P), −1 for none: rows of `negatives` that show the sample, such as
-                    arange(B) of views[1]: no candidates; with a single view, its positives
-    negative_mask   (A, N) or (N,), True where the candidate may be a negative. Masked rows have to
-                    be finite, too; labels still make them positives
-    log_weights     (A, N) or (N,), above −1e20, not learned: added to the rule's log weights.
-                    Scores of a teacher. Or −log(K q_j) if K candidates are drawn with replacement,
-                    j with probability q_j; log q_i − log q_j if the positive, i, is drawn so, too
-    labels          (B,), or (B + K,) with negatives (K, D), the last K for those. Samples of one
-                    label are no negatives of each other. They are positives in the objective ppcl,
-                    and of a single view without `positive_index`. Every number is a label, −1 too
-    group           a torch.distributed group: candidates are the views of all ranks, rank r's from
-                    r·V·B on. `negatives` (K, D) must be the same on all: see `gather`. All ranks
-                    call together, with arguments of one shape, and DDP has to average gradients, of
-                    what the loss learns, too: without it they are larger, by the number of ranks
-    return_stats    also return a dict, of this process's first 2^20 pairs: `clamped`, share of
-                    anchors where nothing is left, or only the floor of `published`; `positive`,
-                    `negative`, mean cosines; `spread`, root of the mean variance of an anchor's
-                    negative ones; `candidates`, mean N_i; `ess`, (Σw)² / (N_i Σw²). NaN: of none
+    views           (B, D) each. Row i shows sample i. Every row is an anchor, in the order of
+                    torch.cat(views). Its positives are the rows of its sample in the other views.
+                    Its candidates are the rows of all other samples. The positives of a single view
+                    are named by positive_index or labels. The mean leaves out anchors without a
+                    positive.
+    negatives       (K, D), or (B, K, D) with rows for each anchor. These rows are the candidates in
+                    place of the batch, and only the rows of the first view are anchors.
+    positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
+                    names none. For example it is arange(B) if `negatives` is views[1]. These rows
+                    are no candidates. If there is a single view, they are its positives.
+    negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
+                    finite, too. Labels can still make them positives.
+    log_weights     (A, N) or (N,), above −1e20. They are added to the log weights of the rule, and
+                    get no gradient. They can be scores of a teacher. If K candidates are drawn with
+                    replacement, j with probability q_j, −log(K q_j) corrects for it. If the
+                    positive i is drawn in the same way, use log q_i − log q_j.
+    labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
+                    label are not negatives of each other. In the objective ppcl they are positives
+                    of each other, as they are for a single view without positive_index. Every
+                    number is a label, even −1.
+    group           A process group of torch.distributed. The candidates are the views of all ranks.
+                    Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
+                    all ranks, see `gather`. All ranks have to call with the same shapes.
+                    DistributedDataParallel has to average the gradients, also those of parameters
+                    of the loss. Without it they are too large, by the number of ranks.
+    return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
+                    "clamped" is the share of anchors for which debiasing leaves no more than its
+                    floor. "positive" and "negative" are mean cosines. "spread" is the root of the
+                    mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
+                    "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
+                    A figure is NaN if there is nothing to average.
 
-    Takes floats of 16 bits or more, computes in float32 at least, autocast off. Values are not
-    checked on a GPU or in compiled code. Cost: A·N·D; `transported` adds 2·A·N for each step of
-    Sinkhorn, and A·N·D, too, above 2^24 pairs if weights are detached. Ref: PRESETS"""
-    options = settle(options)
-    arguments = {"negatives": negatives, "positive_index": positive_index, "labels": labels}
-    arguments |= {"mask": negative_mask, "log_weights": log_weights, "group": group}
-    _check_call(options, views, **arguments)
+    Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
+    On a GPU and in compiled code values are not checked, as that would wait for the device. Time
+    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn, and above 2^24 pairs A·N·D
+    for each step if its weights are detached. Ref: PRESETS"""
+    options = resolve(options)
+    mask = negative_mask
+    _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group)
     with torch.autocast(views[0].device.type, enabled=False):
-        pairs = _line_up(options, views, **arguments)
-        if options["weights"] in COUPLED:
-            pairs = pairs._replace(potential=_potential(pairs, group, options))
-        value = _evaluate(pairs, group, options)
-        if _may_read(value):  # a NaN that is masked may leave the value finite, but no slope
+        anchors, shared = _line_up(
+            options, views, negatives, positive_index, labels, mask, log_weights, group
+        )
+        if "potential" in takes(options["weight_function"]):
+            shared = shared._replace(
+                potential=_uncompiled(_couple, anchors, shared, group, options)
+            )
+        value = _evaluate(anchors, shared, group, options)
+        if _may_read(value):
+            # a NaN in a masked row can leave the loss finite, and make the gradient NaN
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
             for i, view in enumerate(views):
                 _check_finite(f"views[{i}]", view)
         if return_stats:
-            return value, _statistics(pairs, options)
+            return value, _statistics(anchors, shared, options)
         return value
-
-
-contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{Options.__doc__}"
 
 
 class _Answers(NamedTuple):
     losses: Tensor  # (a,), 0 where an anchor has no positive
-    tally: Tensor  # (3,), how many have a positive, have a candidate, are clamped: no gradient
+    lacking: Tensor  # (3,), how many anchors have no positive, have no candidate, are clamped
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
-    clamped: Tensor  # (a,), True where debiasing leaves nothing, or `published` is at its floor
+    clamped: Tensor  # (a,), True where debiasing leaves no more than its floor
 
 
-def answer(pairs: _Pairs, options: Options) -> _Answers:
-    """Answer the three questions for some anchors, each alone. A loss may run this twice: see 7."""
+def answer(anchors: _Anchors, shared: _Shared, options: Options) -> _Answers:
+    """Answer the three questions for some anchors, each from its own row alone.
+    Section 7 calls this for a whole batch or block after block, and may call it twice."""
     # 1. Who could be a negative?
-    pos, neg, n = _who(pairs, options)  # logits (a, M), (a, N); N_i (a,)
-    log_n = n.clamp_min(1).log()
+    pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
+    n = _count(neg, anchors, options)  # N_i (a,)
 
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
-        log_w, log_w_pos = weigh(pos, neg, n, pairs, options)  # (a, N); (a, M), 0 if it cancels
+        log_w, log_w_pos = weigh(pos, neg, n, anchors, shared, options)  # (a, N), (a, M)
 
     # 3. What is done with them?
-    objective, t = options["objective"], pairs.t
-    clamped = torch.zeros_like(pos[:, 0], dtype=torch.bool)
-    if callable(objective):
-        dropped = torch.minimum(neg, log_w) < FAR  # filled, as no slope may be there: see `_mask_`
-        kept, log_w_kept = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
-        losses = objective(pos.masked_fill(pos < FAR, MASKED), kept, log_w_kept)
-    elif objective == "simple":
-        losses = simple(t * pos, t * neg, log_w)
-    elif objective == "triplet":
-        losses = triplet(t * pos, t * neg, log_w, options["margin"])
-    else:
+    given = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": shared.t}
+    clamped = torch.zeros_like(n, dtype=torch.bool)
+    if "log_negatives" in takes(options["objective_function"]):
         log_negatives = log_sum(neg, log_w)  # (a,)
-        if options["tau_plus"] != 0:  # None, too: `_debiased` takes 1 / (N_i + 1)
-            found = _debiased(log_negatives, pos, neg, log_w, log_w_pos, log_n, pairs, options)
-            log_negatives, clamped = found
-        losses = OF_LOGITS[objective](pos, log_negatives)
+        if options["tau_plus"] != 0:
+            log_total = total_of(log_w, n, anchors, options)
+            log_mean_pos = mean_of_positives(pos, log_w_pos)
+            log_negatives, clamped = debias(
+                log_negatives, log_total, log_mean_pos, n, shared.t, options
+            )
+        given["log_negatives"] = log_negatives
+    losses = _fill_in(options["objective_function"], given)
     _check_result("objective", losses, neg.shape[:1])
     no_positive = pos.amax(1) < FAR
     losses = losses.masked_fill(no_positive, 0)
-    tally = torch.stack([~no_positive, n > 0, clamped]).sum(1).to(losses)
-    return _Answers(losses, tally, pos, neg, log_w, clamped)
+    lacking = torch.stack([no_positive, n == 0, clamped]).sum(1)
+    return _Answers(losses, lacking, pos, neg, log_w, clamped)
 
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
-    Options of a call override those given here. An nn.Parameter as temperature is learned, and so
-    are the parameters of an nn.Module as weights or objective."""
+    A call can override the options given here. An nn.Parameter as temperature is learned. So are
+    the parameters of an nn.Module that you give as weights or objective."""
 
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        self.options = settle(self.given)  # to look at: `forward` settles all that is given anew
-        may_learn = nn.Parameter, nn.Module
-        self.learned = [name for name in self.given if isinstance(self.given[name], may_learn)]
-        for name in self.learned:
-            setattr(self, name, self.given[name])  # so that it is trained, moved and saved
+        self.options = resolve(self.given)  # for readers only, since a call may override options
+        for name, value in self.given.items():
+            if isinstance(value, (nn.Parameter, nn.Module)):
+                setattr(self, name, value)  # so that it is trained, moved and saved
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
-        learned = {name: getattr(self, name) for name in self.learned}
+        learned = dict(self.named_parameters(recurse=False)) | dict(self.named_children())
         return contrastive_loss(*views, **self.given | learned | call)
 
 
-ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{Options.__doc__}"
-
-
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-# A rule maps logits (a, N) to new log weights (a, N); no row may depend on another. What is masked
-# has to stay so: fill x < FAR with 0 first, with MASKED last. Values and slopes have to be finite,
-# for cosines t · x to ±(1 + 1e-6). `by_rule` weighs x, candidates or positives; thresholds and sums
-# are of logits, the row's candidates. Positives have no column, so potential is 0.0 there.
-# To add one: its function, its branch in `by_rule`, its option in Options, and the function's name
-#     in WEIGHTS, or in FIT_FOR_EXACT if a weight depends on its row alone and never falls as the
-#     logit grows; in SCALED_TO_MEAN_ONE, too, for mean 1: it has to leave each row a candidate.
+# A rule maps logits (a, any number) to log weights of the same shape. Its parameters are filled in
+# by name. They can be
+#     logits      those to weigh: of candidates, or of positives when they are debiased
+#     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
+#     potential   the g (N,) of the coupling; a rule that takes it is coupled before it is used.
+#                 It must be added last, and is 0 for positives, which have no column
+#     t           the temperature
+#     and any option by its name.
+# A rule must give each anchor the weights that follow from its own row alone. Where a logit is
+# masked (below FAR), its log weight must be below FAR, too. Values and gradients must be finite for
+# cosines t · logits from −1 to 1, and 1e-6 beyond because of rounding.
+# To add a rule, write its function and its row in WEIGHTS, and an entry in Options if it has an
+# option of its own.
 
-FIT_FOR_EXACT = ("uniform", "tilted", "hardest", "top")  # tilted as β ≥ 0
-WEIGHTS = FIT_FOR_EXACT + ("transported",)
-MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
-SCALED_TO_MEAN_ONE = ("tilted", "hardest", "transported")  # by `weigh`
-COUPLED = ("transported",)  # these add a potential, last; before it they are `_couple`'s kernel
-
-# The logit or log weight of what does not count: e^MASKED is 0, and unlike −∞ it makes no NaN. What
-# is below FAR counts as masked; the ranges in Options have to keep it there, finite in float32.
+# The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
+# Everything below FAR counts as masked. The ranges in Options keep it so, finite in float32.
 MASKED, FAR = -1e30, -1e20
 
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    What is masked stays masked: adding uniform(logits) to x ≤ 0 masks x where logits are masked."""
-    # 0 from −1e20 to 1e20, the logit beyond; a boolean mask and a fill take several times as long
+    Masked logits get −1e30, so adding this to something masks it where logits are masked."""
+    # hardshrink is 0 for |x| ≤ 1e20 and x beyond. It is several times as fast as a boolean mask.
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
 def tilted(logits: Tensor, beta: float) -> Tensor:
-    """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), after scaling.
-    Limits: β = 0 is `uniform`, β → ∞ `hardest`. Ref: [1] Eq. 2, Z_β estimated from candidates"""
+    """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), once it is scaled.
+    The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
+    Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, with Z_β from the candidates"""
     log_w = beta * logits
     if beta < 1e-9:  # β · MASKED would not stay below FAR
-        log_w = log_w.masked_fill(logits < FAR, MASKED)
+        log_w = log_w + uniform(logits)
     return log_w
 
 
-def hardest(logits: Tensor, x: Tensor | None = None) -> Tensor:
+def hardest(logits: Tensor, candidates: Tensor | None = None) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, ties included.
-    In a loss it counts N_i times, as the weights are scaled to mean 1; in `top` it counts once.
-    x (A, any number): logits to weigh by this threshold. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
-    return top(logits, 1e-9, x)  # ⌈1e-9 · N⌉ is 1 up to N = 1e9
+    A loss scales the weights to mean 1, so that the nearest one counts N_i times. With `top` it
+    would count once. candidates is as in `top`. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    return top(logits, 1e-9, candidates)  # ⌈1e-9 · N⌉ is 1 up to N = 1e9
 
 
-def top(logits: Tensor, alpha: float, x: Tensor | None = None) -> Tensor:
+def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tensor:
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
-    Ties with it are kept; alpha = k / N keeps the k nearest. x: as in `hardest`. Weights are 0 or
-    1: [4] sums these. Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
-    # whole numbers, rounded down: 0.07 · 100 exceeds 7, and its ceiling would be 8
+    The quantile is that of candidates (A, N), or of the logits themselves. Ties with it are kept.
+    alpha = k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
+    Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
+    candidates = logits if candidates is None else candidates
+    candidates = candidates.detach()
+    n = (candidates > FAR).sum(-1, keepdim=True)
+    # whole numbers, as 0.07 · 100 in floats exceeds 7, and its ceiling would be 8
     billionths = int(alpha * 1e9)
-    most = -(-logits.shape[-1] * billionths // 10**9)
-    n = (logits > FAR).sum(-1, keepdim=True)
-    kept = (-(-n * billionths // 10**9)).clamp_min(1)
-    if most > 1:
-        nearest = logits.detach().topk(most).values
+    kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
+    fewest, most = 1, max(1, -(-candidates.shape[-1] * billionths // 10**9))
+    if _may_read(kept):
+        fewest, most = map(int, kept.aminmax())
+    nearest = candidates.topk(most, sorted=fewest < most).values
+    if fewest < most:
+        threshold = nearest.gather(-1, kept - 1)
     else:
-        nearest = logits.detach().amax(-1, keepdim=True)  # the same, and faster
-    threshold = nearest.gather(-1, kept - 1)
-    x = logits if x is None else x
-    return uniform(x).masked_fill(x < threshold, MASKED)
+        threshold = nearest.amin(-1, keepdim=True)  # sorting would take twice as long
+    return uniform(logits).masked_fill(logits < threshold, MASKED)
 
 
-def by_rule(logits, x, potential, t, options):
-    """Weigh logits x (A, any number); `hardest` and `top` find their threshold in logits (A, N)."""
-    rule = options["weights"]
-    if rule == "uniform":
-        return uniform(x)
-    if rule == "tilted":
-        return tilted(x, options["beta"])
-    if rule == "hardest":
-        return hardest(logits, x)
-    if rule == "top":
-        return top(logits, options["alpha"], x)
-    if rule == "transported":
-        epsilon, cost, kappa = options["epsilon"], options["cost"], options["kappa"]
-        return transported(x, potential, t, epsilon, cost, kappa)
+# cost: that of two unit rows, from their cosine; d² = ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
+# A cost and its gradient must be finite for cosines from −2, which stands for masked, to 1 + 1e-6.
+COSTS = {
+    "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
+    "exp": lambda cosines: torch.exp(2 - 2 * cosines),  # e^{d²}
+}
+
+
+def transported(
+    logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
+) -> Tensor:
+    """Count near candidates more, but give each candidate the same total weight over all anchors.
+        w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
+    Totals are the same if all anchors have equally many candidates. logits are cosines over t, and
+    potential is the g (N,) that `sinkhorn` finds.
+    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and columns have equally many
+    entries, as in a batch. "sqeuclidean" with g = 0 is `tilted` with β = t/ε.
+    Ref: [2] Eq. 5, Lemma 3. Its Eq. 7 omits e^{g_j}."""
+    # a masked logit becomes a cosine of −2, where costs are finite, and `uniform` masks it again
+    cosines = t * logits.clamp_min(-2 / t)
+    log_kernel = COSTS[cost](cosines) / -epsilon
+    log_kernel = log_kernel.clamp_min(FAR / 10)  # a high cost must not count as masked
+    return log_kernel + potential + uniform(logits)
+
+
+def own_rule(logits: Tensor, weights: Callable) -> Tensor:
+    """Weigh by a function of the user's, and mask what it returns as the logits are masked.
+    The function gets a copy, so that a masked logit has no gradient."""
     try:
-        log_w = rule(x.masked_fill(x < FAR, MASKED))  # a copy, without a slope where masked
+        log_w = weights(logits.masked_fill(logits < FAR, MASKED))
     except Exception as error:
-        error.add_note(f"weights got logits {tuple(x.shape)} of some anchors; {MATRIX_HINT}")
+        error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors; {MATRIX_HINT}")
         raise
-    _check_result("weights", log_w, x.shape)
-    return log_w.masked_fill(x < FAR, MASKED).clamp_min(MASKED)  # −∞ is masked, too
+    _check_result("weights", log_w, logits.shape)
+    log_w = log_w.clamp_min(MASKED)  # −∞ is masked, too
+    return log_w.masked_fill(logits < FAR, MASKED)
 
 
-def weigh(pos, neg, n, pairs, options):
-    """Answer question 2: log weights of candidates (A, N), and of positives (A, M) for debiasing.
-    Tilted, hardest and transported weights are scaled to mean 1 over the N_i candidates, so they
-    sum to N_i, as uniform ones do, before log_weights come in. A positive is weighed as a candidate
-    of its logit, at potential 0, and scaled alike; in "published" a single one's cancels and is 0.
-    To cap or bend weights: both, after `scale`; and in `_debiased` change `of_mean_one`."""
-    scores = by_rule(neg, neg, pairs.potential, pairs.t, options)  # (A, N)
-    log_w, log_w_pos = scores, uniform(pos)
-    if options["weights"] in SCALED_TO_MEAN_ONE:
-        log_w = torch.log_softmax(scores, -1) + n.log().clamp_min(MASKED)[:, None]
-    if options["tau_plus"] != 0 and (pos.shape[1] > 1 or options["debias"] != "published"):
-        # scaling added one number to a row: read it at the heaviest, as −1e30 rounds it away
-        scale = log_w.amax(-1, keepdim=True) - scores.amax(-1, keepdim=True)
-        log_w_pos = by_rule(neg, pos, 0.0, pairs.t, options) + scale  # (A, M)
-    if pairs.log_weights is not None:
-        log_w = log_w + pairs.log_weights
+# rule: its function, and the mean of an anchor's weights: "one" if it is 1, "scaled" if `weigh`
+# scales it to 1, for which an anchor must keep a candidate, or "any"
+WEIGHTS = {
+    "uniform": (uniform, "one"),
+    "tilted": (tilted, "scaled"),
+    "hardest": (hardest, "scaled"),
+    "top": (top, "any"),
+    "transported": (transported, "scaled"),
+}
+MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
+
+
+def by_rule(logits, candidates, potential, t, options):
+    """Weigh logits (a, any number) of anchors with these candidates (a, N) by the chosen rule."""
+    given = {"logits": logits, "candidates": candidates, "potential": potential, "t": t}
+    return _fill_in(options["weight_function"], options | given)
+
+
+def weigh(pos, neg, n, anchors, shared, options):
+    """Answer question 2: log weights (a, N) of candidates, and (a, M) of positives to be debiased.
+    A positive is weighed as a candidate of its logit would be, without a potential."""
+    log_w = by_rule(neg, neg, shared.potential, shared.t, options)
+    if options["mean"] == "scaled":
+        log_n = n.log().clamp_min(MASKED)  # −∞ for an anchor without candidates
+        log_w = torch.log_softmax(log_w, -1) + log_n[:, None]
+    if anchors.log_weights is not None:
+        log_w = log_w + anchors.log_weights
+    log_w_pos = uniform(pos)
+    if options["tau_plus"] != 0 and pos.shape[1] > 1:  # the weight of a single one cancels
+        log_w_pos = by_rule(pos, neg, 0.0, shared.t, options)
     return log_w, log_w_pos
 
 
+def takes(function: Callable) -> tuple[str, ...]:
+    """List the names of a function's parameters."""
+    code = function.__code__  # inspect.signature would take thirty times as long
+    return code.co_varnames[: code.co_argcount]
+
+
+def _fill_in(function, given):
+    """Call a function with what its parameters name."""
+    return function(*[given[name] for name in takes(function)])
+
+
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
-# pos: logits (A, M) of positives; labels add a column for each candidate, MASKED where it is none.
-# neg: logits (A, N) of candidates. log_negatives (A,): the log of their weighted sum of e^s,
-# debiased, "negatives" in formulas. Without any it is below FAR: a loss is flat in it there.
-# Without a positive all pos are MASKED. Value and slope have to be finite, there and for cosines to
-# ±(1 + 1e-6). `simple`, `triplet` get t · logits, masked ones too, and have no τ⁺. No row may
-# depend on another: take the `_weighted_mean`, of f(neg, pos) with what is masked filled.
-# To add one of (pos, log_negatives): its row in OF_LOGITS, and it has τ⁺; of (pos, neg, log_w): its
-# name in OBJECTIVES, its branch in `answer`. An option stands in Options, and for the first kind in
-# a branch after debiasing. If labels make positives: as "ppcl" in `_line_up`.
+# An objective maps what is known of some anchors to their losses (a,). Its parameters are filled in
+# by name. They can be
+#     pos            logits (a, M) of positives, MASKED where there is none
+#     log_negatives  the log of Σ_j w_j e^{s_j} (a,), debiased; formulas call the sum "negatives".
+#                    Below FAR for an anchor without negatives. An objective that takes it has τ⁺
+#     neg, log_w     logits and log weights (a, N) of candidates, MASKED where there is none
+#     t              the temperature; t · logits are cosines
+#     and any option by its name.
+# An objective must give each anchor the loss that follows from its own row alone. For an anchor
+# without negatives its gradient must be 0 in them. Values and gradients must be finite there, for
+# an anchor without positives, and for cosines from −1 to 1, and 1e-6 beyond because of rounding.
+# To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
+# has an option of its own.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
-    0 without negatives. Limits for one positive, uniform weights, τ⁺ = 0: t → 0 of t · nce is half
-    `triplet` on `hardest` at η = 0; t → ∞ is log(1 + N) + N/(1 + N)/t · `simple`.
-    Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
+    It is 0 without negatives. Limits for one positive, uniform weights and τ⁺ = 0: as t → 0,
+    t · nce becomes half of `triplet` on `hardest` with η = 0. As t → ∞, nce becomes
+    log(1 + N) + N/(1 + N)/t · `simple`. Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     return -F.logsigmoid(log_sum(pos) - log_negatives)
 
 
 def each(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` of each positive alone: −1/M Σ_m log( e^{p_m} / (e^{p_m} + negatives) ).
     Ref: [1] Eq. 2, as printed"""
-    losses = -F.logsigmoid(pos - log_negatives[:, None])  # (A, M)
-    return _mean_over_positives(losses, pos)
+    losses = -F.logsigmoid(pos - log_negatives[:, None])  # (a, M)
+    return _mean(losses, uniform(pos))
 
 
 def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute the partially pseudo-labelled loss −1/M Σ_m log(e^{p_m}/(Σ_l e^{p_l} + negatives)).
-    It is `nce` + logsumexp_m p_m − mean_m p_m: `nce` itself for one positive. Ref: [3] Eq. 8"""
-    return nce(pos, log_negatives) + log_sum(pos) - _mean_over_positives(pos, pos)
+    It is `nce` + logsumexp_m p_m − mean_m p_m, so it is `nce` for one positive. Ref: [3] Eq. 8"""
+    return nce(pos, log_negatives) + log_sum(pos) - _mean(pos, uniform(pos))
 
 
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
-    0 without negatives. Unlike `nce`, a near positive has the full gradient. For one positive,
-    weights of mean 1, and no floor that binds, this at τ⁺ = 0, plus log(1 + 1/N), is `nce` at
-    τ⁺ = 1/(N + 1). Ref: [12] Eq. 6"""
+    It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. Take one
+    positive, weights of mean 1, and a floor that does not hold. Then this at τ⁺ = 0, plus
+    log(1 + 1/N), is `nce` at τ⁺ = 1/(N + 1). Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
-def simple(pos: Tensor, neg: Tensor, log_w: Tensor) -> Tensor:
-    """Compute the difference of means of cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    λ of [4] is 1/N, 1/⌈αN⌉ for `top`. Without negatives the sum is 0. Ref: [4] Eq. 3; [2] Eq. 9"""
-    return _weighted_mean(neg, log_w) - _mean_over_positives(pos, pos)
+def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: Tensor = 1.0) -> Tensor:
+    """Compute the difference of mean cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
+    Without negatives the second sum is 0. The λ of [4] is 1/N here, and 1/⌈αN⌉ with `top`.
+    Ref: [4] Eq. 3; [2] Eq. 9"""
+    return t * (_mean(neg, log_w) - _mean(pos, uniform(pos)))
 
 
-def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float) -> Tensor:
+def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 1.0) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    The difference is 2 (cos_j − cos_m). Memory: A·M·N, so A·N² if labels make positives.
-    Ref: [2] IV; at η = 0 on `hardest` twice [4] Eq. 6"""
-    differences = neg[:, None] - pos[:, :, None]  # (A, M, N)
+    The difference of the distances is 2 (cos_j − cos_m). It takes memory of A·M·N, which is A·N² if
+    labels make positives. Ref: [2] IV. At η = 0 on `hardest` it is twice [4] Eq. 6."""
+    differences = t * neg[:, None] - t * pos[:, :, None]  # (a, M, N)
     hinges = F.relu(2 * differences + margin)
-    return _mean_over_positives(_weighted_mean(hinges, log_w[:, None]), pos)
+    return _mean(_mean(hinges, log_w[:, None]), uniform(pos))
 
 
-def _weighted_mean(x, log_w):
-    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension; 0 where nothing has a weight."""
+def own_objective(pos: Tensor, neg: Tensor, log_w: Tensor, objective: Callable) -> Tensor:
+    """Judge by a function of the user's. It gets copies, so that masked logits have no gradient."""
+    dropped = torch.minimum(neg, log_w) < FAR
+    neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
+    return objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
+
+
+def _mean(x, log_w):
+    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension. It is 0 where nothing has a weight.
+    log_w = uniform(pos) gives the mean over the positives that are present."""
     nothing = log_w.amax(-1) < FAR
     return (torch.softmax(log_w, -1) * x).sum(-1).masked_fill(nothing, 0)
 
 
-def _mean_over_positives(x, pos):
-    is_positive = pos > FAR
-    return torch.where(is_positive, x, 0).sum(1) / is_positive.sum(1).clamp_min(1)
+OBJECTIVES = {  # objective: its function, and whether samples of one label are positives in it
+    "nce": (nce, False),
+    "each": (each, False),
+    "ppcl": (ppcl, True),
+    "decoupled": (decoupled, False),
+    "simple": (simple, False),
+    "triplet": (triplet, False),
+}
+
+# Debiasing. A share τ⁺ of the candidates has the anchor's class, so these are false negatives.
+# Their mean of e^s is about that of the positives, and so can be subtracted. In formulas
+#     E  = Σ_j w_j e^{s_j} / Σ_j w_j         over the candidates of an anchor
+#     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 
 
-OF_LOGITS = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}  # these have τ⁺
-OBJECTIVES = (*OF_LOGITS, "simple", "triplet")
-
-# A share τ⁺ of candidates is of the anchor's class: false negatives. Positives show their e^s, so
-# that part of the weighted mean of e^s can be subtracted. If weights prefer the near, its share is
-# another, τ_i: `exact`. E = Σ_j w_j e^{s_j} / W, W = Σ_j w_j, E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m.
-# To add one: Options, `_debiased` with `weigh`, `settle`, `_check_call`; a finite slope at E = 0.
-
-
-def published(log_mean, log_mean_pos, tau_plus, t):
-    """Subtract the expected false negatives, with the share τ⁺, whatever the weights.
+def published(log_mean: Tensor, log_mean_pos: Tensor, tau_plus: Tensor, t: Tensor) -> tuple:
+    """Subtract the false negatives that are expected, and return the log of what is left.
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
-    log_mean: log E; log_mean_pos: log E⁺; tau_plus: τ⁺; (A,) each → (A,), and where the floor
-    holds: as no cosine is below −1, no less can be left. There it has a gradient in t alone.
-    Ref: [1] Eq. 2; Fig. 5, whose floor is of a sum and lacks the factor N"""
+    log_mean (a,) is log E and log_mean_pos (a,) is log E⁺ → (a,), and where the floor holds (a,).
+    The floor is the e^s of the cosine −1, and no mean can be below it. There the result has a
+    gradient in t alone. Ref: [1] Eq. 2. The floor of Fig. 5 is that of a sum, without its N."""
+    log_false = tau_plus.log() + log_mean_pos
+    nothing_left = log_false >= log_mean
+    gap = (log_false - log_mean).masked_fill(nothing_left, -1)  # any finite number below 0
+    rest = log_mean + torch.log(-torch.expm1(gap)) - torch.log1p(-tau_plus)
     floor = -1 / t
-    rest, nothing_left = _subtract(log_mean, log_mean_pos, tau_plus.log())
     clamped = nothing_left | (rest < floor)
     return torch.where(clamped, floor, rest), clamped
 
 
-def exact(log_mean, log_mean_pos, log_share, least, most):
-    """Subtract the expected false negatives with their share τ_i of the weight.
-        log( (E − τ_i E⁺) / (1 − τ_i) ),    at least `least`, at most `most`
-    log_share: log τ_i of `class_share`, an estimate; least: the published mean for uniform weights,
-    which is below that for hard ones; most: the largest logit; (A,) each → (A,), and where nothing
-    is left; there, and where least > most, the result is least. One e^p dominates E⁺ at a small t:
-    use it at t ≥ 0.3, with four or more positives, samples of the class. Ref: [1], q_β⁻"""
-    rest, nothing_left = _subtract(log_mean, log_mean_pos, log_share)
-    rest = torch.minimum(rest, most).maximum(least)
-    return torch.where(nothing_left, least, rest), nothing_left
+def debias(log_negatives, log_total, log_mean_pos, n, t, options):
+    """Debias log_negatives, given the log of the sum of weights → (a,), and where it is clamped."""
+    tau_plus = options["tau_plus"]
+    tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
+    log_mean, clamped = published(log_negatives - log_total, log_mean_pos, tau_plus, t)
+    has_negatives = log_negatives > FAR
+    log_negatives = torch.where(has_negatives, log_mean + log_total, log_negatives)
+    return log_negatives, clamped & has_negatives
 
 
-def class_share(pos, log_w_pos, log_mean_w, tau_plus):
-    """Compute log τ_i (A,), τ_i the class's share of q ∝ w p, where p = τ⁺ p⁺ + (1 − τ⁺) p⁻.
-        τ_i = τ⁺ (1/M Σ_m w⁺_m) / (W / N),     w⁺ and w by one function of the logit
-    At τ_i ≥ 1 nothing is left for other classes: positives are too near, or τ⁺ is too large."""
-    m = (pos > FAR).sum(1).clamp_min(1).to(pos.dtype)
-    return tau_plus.log() + log_sum(log_w_pos) - m.log() - log_mean_w
+def total_of(log_w, n, anchors, options):
+    """Compute the log of the sum of each anchor's weights (a,), which is N_i if their mean is 1."""
+    if options["mean"] == "any" or anchors.log_weights is not None:
+        return log_sum(log_w)
+    return n.clamp_min(1).log()
 
 
-def _subtract(log_mean, log_mean_pos, log_share):
-    """Compute log( (E − τ E⁺) / (1 − τ) ), and where nothing is left."""
-    log_false = log_share + log_mean_pos
-    rest = _log_difference(log_mean, log_false) - _log_difference(0, log_share)
-    return rest, (log_false >= log_mean) | (log_share >= 0)
-
-
-def _log_difference(x, y):
-    """Compute log(e^x − e^y); where nothing is left, a finite number."""
-    gap = y - x
-    return x + torch.log(-torch.expm1(gap.masked_fill(gap >= 0, -1)))
-
-
-def _log_mean_pos(pos, log_w_pos):
-    """Compute log E⁺, by weights; the plain mean if no positive has a weight."""
-    # absent positives get 2 · MASKED: so those present share equally if `top` gives them all MASKED
+def mean_of_positives(pos, log_w_pos):
+    """Compute log E⁺ (a,). If no positive has a weight, all that are present have the same."""
+    # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So those that
+    # are present share the weight equally if `top` drops them all.
     shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
     return log_sum(pos, shares)
-
-
-def _debiased(log_all, pos, neg, log_w, log_w_pos, log_n, pairs, options):
-    """Debias log_all = log Σ_j w_j e^{s_j} → the log of what is left (A,), where it is clamped."""
-    share = options["tau_plus"]
-    tau_plus = 1 / (1 + log_n.exp()) if share is None else torch.full_like(log_n, share)  # (A,)
-    of_mean_one = options["weights"] in ("uniform", *SCALED_TO_MEAN_ONE)
-    of_mean_one = of_mean_one and pairs.log_weights is None
-    log_total = log_n if of_mean_one else log_sum(log_w)  # log W
-    log_mean, log_mean_pos = log_all - log_total, _log_mean_pos(pos, log_w_pos)
-    if options["debias"] == "published":  # log_w_pos of a single positive is 0 here, not its weight
-        rest, clamped = published(log_mean, log_mean_pos, tau_plus, pairs.t)
-    elif options["debias"] == "exact":
-        plain, plain_pos = log_sum(neg) - log_n, _log_mean_pos(pos, uniform(pos))
-        least, _ = published(plain, plain_pos, tau_plus, pairs.t)
-        log_share = class_share(pos, log_w_pos, log_total - log_n, tau_plus)
-        rest, clamped = exact(log_mean, log_mean_pos, log_share, least, neg.amax(-1))
-    has_negatives = log_all > FAR
-    return torch.where(has_negatives, rest + log_total, log_all), clamped & has_negatives
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
 
 
-class _Pairs(NamedTuple):
-    """What is known of anchors, candidates and their pairs. `_line_up` fills it for all anchors.
-    To add a field, or an option that masks or weighs; if it
-        has a row for each anchor: name it in PER_ANCHOR: blocks cut it, the coupling gathers it
-        has one for each column: `_line_up` gathers a batch's
-        has a gradient: a tensor in every call, in MAY_LEARN; in `weigh` see detach_weights
-        masks: each row alone, in `_mask_`, and in its `plain`
-        masks i for j, but not j for i: in `symmetric` of `_couple`
-        weighs: in `of_mean_one` of `_debiased`; refused for "exact" by `_check_call`
-        is for rules: given in each call of `by_rule`
-        scales logits: in t, as all take t · logits for cosines
-        shifts positives, or all of a row: at an objective's call; to shift a candidate, weigh it
-        is an argument: in Call, `contrastive_loss` and its checks, `_check_call`, `_line_up`"""
+class _Anchors(NamedTuple):
+    """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
+    A new tensor with a row for each anchor belongs here, and `_line_up` fills it."""
 
-    anchors: Tensor  # (A, D)
-    candidates: Tensor  # (N, D), or (A, N, D) where each anchor has its own
-    pos_cosines: Tensor  # (A, M), of anchors and positives
-    own: Tensor  # (A, any number), columns of its sample, each once, or −1: never candidates
-    t: Tensor  # ()
-    potential: Tensor  # (N,) of a coupling; else () NaN, to show where one is missing
+    z: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
+    pos: Tensor  # (A, M), logits of the positives in other views
+    own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1
+    candidates: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
+
+    def blocks(self, size: int) -> list[_Anchors]:
+        """Cut into blocks of `size` anchors."""
+        parts = [itertools.repeat(None) if x is None else x.split(size) for x in self]
+        return [_Anchors._make(block) for block in zip(*parts, strict=False)]
+
+
+class _Shared(NamedTuple):
+    """What all anchors share."""
+
+    t: Tensor  # ()
+    n: int  # N
+    candidates: Tensor | None = None  # (N, D), if anchors do not have candidates of their own
     candidate_labels: Tensor | None = None  # (N,)
-    by_index: bool = False  # columns `own` are the positives, as of a single view
-    by_label: bool = False  # candidates of an anchor's label are its positives
-    symmetric: bool = False  # the logits of all anchors are their own transpose: of a batch alone
-
-    def of(self, rows: slice) -> _Pairs:
-        taken = {}
-        for name in PER_ANCHOR:
-            if getattr(self, name) is not None:
-                taken[name] = getattr(self, name)[rows]
-        if self.candidates.ndim == 3:
-            taken["candidates"] = self.candidates[rows]
-        return self._replace(**taken)
-
-
-PER_ANCHOR = ("anchors", "pos_cosines", "own", "mask", "log_weights", "labels")
-MAY_LEARN = ("anchors", "pos_cosines", "candidates", "t", "potential")
+    potential: Tensor | None = None  # (N,), if candidates and anchors are coupled
+    positives_by_index: bool = False  # the columns `own` are positives, as for a single view
+    positives_by_label: bool = False  # candidates of the anchor's label are positives
+    batch: bool = False  # the candidates are the views, so the logits of all are symmetric
 
 
 def _line_up(options, views, negatives, positive_index, labels, mask, log_weights, group):
-    """Arrange the arguments of a call as anchors, candidates, and what is known of their pairs."""
+    """Arrange the arguments of a call as anchors, and what they share."""
     project = unit if options["normalize"] else _upcast
-    z, b, v = project(torch.cat(views)), len(views[0]), len(views)  # (V·B, D)
-    device, known = z.device, {"symmetric": negatives is None}
-    if negatives is None:  # a batch: all views are anchors, and candidates of each other
-        anchors, candidates = z, gather(z, group)
-        # row i + k·B, counted around the end, shows the sample of row i, k views later
-        positives = [z.roll(-k * b, 0) for k in range(1, v)]
+    b, v = len(views[0]), len(views)
+    z = project(torch.cat(views))  # (V·B, D)
+    t = options["temperature"]
+    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs 32 bits
+
+    # In a batch all views are anchors, and candidates of each other. If negatives are given, the
+    # first view alone has anchors, and no candidate shows an anchor's sample unless it is named.
+    in_batch = negatives is None
+    if in_batch:
+        anchors, candidates = z / t, gather(z, group)
+        positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
+        # anchor i + k·B has the columns i, i + B, i + 2·B, … of its sample, from this rank's first
         first = 0 if group is None else distributed.get_rank(group) * len(z)
-        columns = first + torch.arange(len(z), device=device)
-        own = columns.view(v, b).T.repeat(v, 1)  # (A, V): row i + k·B has i, i + B, …
+        columns = torch.arange(first, first + len(z), device=z.device)
+        own = columns.view(v, b).T.expand(v, b, v).reshape(-1, v)  # (A, V)
     else:
         anchors, *positives = z.split(b)
-        candidates = project(negatives.to(z.dtype))
-        own = torch.full((b, 1), -1, device=device)  # no candidate shows an anchor's sample
+        anchors, candidates = anchors / t, project(negatives.to(z.dtype))
+        own = torch.full((b, 1), -1, device=z.device)
     if positive_index is not None:
-        own = torch.as_tensor(positive_index, device=device).long().view(b, -1)  # (B, P)
-        own, order = own.sort(1)
-        repeated = own[:, 1:] == own[:, :-1]
-        own[:, 1:].masked_fill_(repeated, -1)  # counts once
-        own = own.scatter(1, order, own)
-        known["by_index"] = v == 1
-    cosines = anchors[:, :0]  # of a single view, whose positives `_who` reads off the logits
+        own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
+    pos = anchors[:, :0]  # of a single view, whose positives `who` finds among the candidates
     if v > 1:
-        cosines = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
-    t = options["temperature"]
-    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs more than 16 bits
+        pos = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
+
+    # What is known of pairs
+    candidate_labels = None
     if labels is not None:
-        labels = torch.as_tensor(labels, device=device)
-        labels, of_rows = labels[:b], labels[b:]  # of_rows: of negatives
-        if negatives is None:
+        labels = torch.as_tensor(labels, device=z.device)
+        labels, candidate_labels = labels[:b], labels[b:]
+        if in_batch:
             labels = labels.repeat(v)
-            of_rows = gather(labels, group)
-        known |= {"labels": labels, "candidate_labels": of_rows}
-        unnamed = v == 1 and positive_index is None
-        known["by_label"] = unnamed or options["objective"] == "ppcl"
+            candidate_labels = gather(labels, group)
     if mask is not None:
-        known["mask"] = torch.as_tensor(mask, device=device).expand(len(anchors), -1)
+        mask = torch.as_tensor(mask, device=z.device).expand(len(anchors), -1)
     if log_weights is not None:
-        known["log_weights"] = log_weights.detach().to(z).expand(len(anchors), -1)
-    return _Pairs(anchors, candidates, cosines, own, t, z.new_full((), math.nan), **known)
+        log_weights = log_weights.detach().to(z).expand(len(anchors), -1)
+    of_each = None
+    n = candidates.shape[-2]
+    if candidates.ndim == 3:
+        of_each, candidates = candidates, None
+
+    # A single view has positives by index, or else by label
+    by_index = v == 1 and positive_index is not None
+    by_label = options["by_label"] or (v == 1 and positive_index is None)
+    by_label = by_label and labels is not None
+    known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
+    return known, _Shared(t, n, candidates, candidate_labels, None, by_index, by_label, in_batch)
 
 
-def _who(pairs, options):
-    """Answer question 1: logits of positives (a, M) and of candidates (a, N), and N_i (a,)."""
-    anchors, pos = pairs.anchors / pairs.t, pairs.pos_cosines / pairs.t  # t · logits are cosines
-    if pairs.candidates.ndim == 2:
-        neg = anchors @ pairs.candidates.T  # (a, N)
+def _each_once(index):
+    """Replace by −1 what a row of index (B, P) repeats, so that it counts once."""
+    index, order = index.sort(1)
+    repeated = index[:, 1:] == index[:, :-1]
+    index[:, 1:].masked_fill_(repeated, -1)
+    return index.scatter(1, order, index)  # in the order that was given
+
+
+def who(anchors, shared, options):
+    """Answer question 1: logits of positives (a, M) and of candidates (a, N)."""
+    if anchors.candidates is None:
+        neg = anchors.z @ shared.candidates.T  # (a, N)
     else:
-        neg = torch.einsum("ad,and->an", anchors, pairs.candidates)
-    if pairs.by_index:
+        neg = torch.einsum("ad,and->an", anchors.z, anchors.candidates)
+    pos = anchors.pos
+    if shared.positives_by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
-        named = neg[rows, pairs.own.clamp_min(0)]  # (a, P); neg.gather would save neg for autograd
-        pos = named.masked_fill(pairs.own < 0, MASKED)
-    if pairs.by_label:
-        of_label = neg.masked_fill(pairs.labels[:, None] != pairs.candidate_labels, MASKED)
-        _drop_(of_label, pairs.own)
+        named = neg[rows, anchors.own.clamp_min(0)]  # (a, P); neg.gather would save neg: `_mask_`
+        pos = named.masked_fill(anchors.own < 0, MASKED)
+    if shared.positives_by_label:
+        of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
+        _drop_(of_label, anchors.own)
         pos = torch.cat([pos, of_label], 1)  # (a, M + N)
-    return pos, neg, _mask_(neg, pos, pairs, options)  # last: positives were read off neg
+    _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
+    return pos, neg
 
 
 @torch.no_grad()
-def _mask_(neg, pos, pairs, options):
-    """Mask the logits (a, N) of what is no negative, in place → N_i (a,), how many are left.
-    Nothing before may save neg (neg.square() would raise). Autograd does not know what is masked:
-    a slope in a logit masked here or by `_drop_` would reach the embeddings. A softmax has none
-    there; other readers fill it first. This is called again, so it must not be random."""
-    _drop_(neg, pairs.own)
-    margins = options["absolute_margin"], options["relative_margin"]
-    plain = pairs.mask is None and pairs.labels is None and margins == (None, None)
-    if pairs.mask is not None:
-        neg.masked_fill_(~pairs.mask, MASKED)
-    if pairs.labels is not None:
-        neg.masked_fill_(pairs.labels[:, None] == pairs.candidate_labels, MASKED)
-    if margins != (None, None):
-        limit = _limit(pairs.t * pos.amax(1, keepdim=True), margins)  # amax skips absent ones
-        neg.masked_fill_(neg > limit / pairs.t, MASKED)
-    if plain:  # saves a pass over the matrix
-        n = neg.shape[1] - (pairs.own >= 0).sum(1)
-    else:
-        n = (neg > FAR).sum(1)
-    return n.to(neg.dtype)
+def _mask_(neg, pos, anchors, shared, options):
+    """Mask the logits (a, N) of what is no negative, in place.
+    Autograd does not see the change, for which there are three rules. No operation before this may
+    have saved neg for its backward pass, as neg.square() would. Whatever comes after this must have
+    no gradient at masked logits. A softmax has none, and other functions have to fill them first.
+    Blocks may run this twice, so it must not draw random numbers."""
+    # To add an option that masks, mask here, and name it in `_count`. If it can mask i for j but
+    # not j for i, name it in `symmetric` of `_couple`, too.
+    _drop_(neg, anchors.own)
+    if anchors.mask is not None:
+        neg.masked_fill_(~anchors.mask, MASKED)
+    if anchors.labels is not None:
+        neg.masked_fill_(anchors.labels[:, None] == shared.candidate_labels, MASKED)
+    if _has_margin(options):
+        limit = _limit(shared.t * pos.amax(1, keepdim=True), options)  # amax skips absent ones
+        neg.masked_fill_(neg > limit / shared.t, MASKED)
+
+
+def _count(neg, anchors, options):
+    """Count the candidates that each anchor has left: N_i (a,)."""
+    if anchors.mask is not None or anchors.labels is not None or _has_margin(options):
+        return (neg > FAR).sum(1).to(neg.dtype)
+    # without masks this is the same, and saves a pass over the matrix
+    own = (anchors.own >= 0).sum(1)
+    return (neg.shape[1] - own).to(neg.dtype)
 
 
 @torch.no_grad()
 def _drop_(x, own):
-    """Mask the columns own (A, any number) of each row of x, in place; −1 names none."""
+    """Mask the columns own (A, any number) of each row of x, in place. −1 must change nothing."""
     values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)  # min(x, INF) is x
     x.scatter_reduce_(1, own.clamp_min(0), values, "amin")
 
 
-def _limit(nearest, margins):
-    absolute, relative = margins
+def _has_margin(options):
+    return options["absolute_margin"] is not None or options["relative_margin"] is not None
+
+
+def _limit(nearest, options):
+    """Compute the largest cosine that a negative may have, from that of the nearest positive."""
     limit = torch.full_like(nearest, INF)
-    if absolute is not None:
-        limit = nearest - absolute
-    if relative is not None:
-        limit = torch.minimum(limit, nearest - relative * nearest.abs())
+    if options["absolute_margin"] is not None:
+        limit = nearest - options["absolute_margin"]
+    if options["relative_margin"] is not None:
+        limit = torch.minimum(limit, nearest - options["relative_margin"] * nearest.abs())
     return limit.masked_fill(nearest < FAR, INF)  # without a positive all may be negatives
 
 
 @torch.no_grad()
-def _statistics(pairs, options):
-    some = pairs.of(slice(0, max(1, 2**20 // pairs.candidates.shape[-2])))
-    found = answer(some, options)
-    is_positive, is_negative = found.pos > FAR, found.neg > FAR
-    n = is_negative.sum(1)
-    cosines = (pairs.t * found.neg).masked_fill(~is_negative, 0)
-    mean = cosines.sum(1) / n.clamp_min(1)
-    variance = cosines.square().sum(1) / n.clamp_min(1) - mean.square()
-    log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)
+def _statistics(anchors, shared, options):
+    """Compute the figures of return_stats."""
+    some = anchors.blocks(max(1, 2**20 // shared.n))[0]
+    found = answer(some, shared, options)
+    n = (found.neg > FAR).sum(1)
+    # NaN stands for what is absent, which nanmean leaves out
+    positive = torch.where(found.pos > FAR, shared.t * found.pos, math.nan)
+    negative = torch.where(found.neg > FAR, shared.t * found.neg, math.nan)
+    deviation = negative - negative.nanmean(1, keepdim=True)
+    log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
+    size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
     return {
-        "clamped": found.clamped.to(mean.dtype).mean(),
-        "ess": _mean_where(found.log_w.amax(1) > FAR, log_size.exp() / n.clamp_min(1)),
-        "positive": _mean_where(is_positive, pairs.t * found.pos),
-        "negative": cosines.sum() / n.sum(),
-        "spread": _mean_where(n > 0, variance).clamp_min(0).sqrt(),
-        "candidates": n.to(mean.dtype).mean(),
+        "clamped": found.clamped.to(size.dtype).mean(),
+        "ess": (size / n).nanmean(),
+        "positive": positive.nanmean(),
+        "negative": negative.nanmean(),
+        "spread": deviation.square().nanmean(1).nanmean().sqrt(),
+        "candidates": n.to(size.dtype).mean(),
     }
 
 
-def _mean_where(counts, x):
-    return torch.where(counts, x, 0).sum() / counts.sum()
-
-
-# ---- 5. Transport: weights that share out every candidate equally ------------------------------
-# To add a cost of a cosine: Options, `ground_cost`. It has to be finite from −2 to 1 + 1e-6, and so
-# has its slope.
-
-
-def ground_cost(cosines: Tensor, cost: str, kappa: float) -> Tensor:
-    """Compute the cost of coupling unit rows of a cosine, −2 if masked. Ref: [2] Eq. 5, VII-C
-    "sqeuclidean": ½‖x − y‖² = 1 − cos; "exp": exp(‖x − y‖² − κ), where κ only scales ε, by e^κ."""
-    _check_option("cost", cost)
-    if cost == "sqeuclidean":
-        return 1 - cosines
-    if cost == "exp":
-        return torch.exp(2 - 2 * cosines - kappa)
-
-
-def transported(
-    logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str, kappa: float
-) -> Tensor:
-    """Count near candidates, but let each have the same total over anchors, if all N_i are equal.
-        w_ij ∝ e^{−C_ij/ε + g_j}: the entropic coupling; with mean 1, w_ij = N P*(j | i)
-    logits (A, N): cosines over t; potential: the g (N,) of `sinkhorn`. Limits: ε → 0 is optimal
-    transport; ε → ∞ is `uniform` if all rows and columns have equally many entries, as in a batch;
-    "sqeuclidean" with g = 0 is `tilted`, β = t/ε. Ref: [2] Eq. 5, Lemma 3; Eq. 7 omits e^{g_j}"""
-    # a masked logit becomes a cosine of −2, where costs must be finite; `uniform` masks it again
-    cosines = t * logits.clamp_min(-2 / t)
-    log_kernel = ground_cost(cosines, cost, kappa) / -epsilon
-    return log_kernel.clamp_min(FAR / 10) + potential + uniform(logits)  # a high cost is no mask
+# ---- 5. Transport: the coupling that gives each candidate the same total weight ----------------
 
 
 def sinkhorn(
@@ -739,25 +823,28 @@ def sinkhorn(
     max_steps: int = 2000,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    log_kernel() is called at each step and gives −C/ε (A, N) in blocks of rows, MASKED where i and
-    j must not be coupled → f (A,), g (N,), error. A gradient through all steps stores 2·A·N each.
+    Each step calls log_kernel(), which gives −C/ε (A, N) in blocks of rows, and MASKED where i and
+    j must not be coupled → f (A,), g (N,), error. A gradient stores 2·A·N numbers for each step.
 
-    A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that rows sum to 1, then g, so that
-    columns sum to A/N; the end divides by A. Here A and N leave out what is all masked. If the
-    kernel is its transpose, `symmetric`, a step ends with the mean, f = g = (f + g) / 2 [10]: fewer
-    are needed; for other kernels that does not converge. It stops at an error Σ_i |Σ_j P_ij − 1/A|
-    of `tolerance` (None: 1e-5, in float64 1e-12), or with a warning after max_steps.
+    A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that each row of P sums to 1. Then it
+    sets g, so that each column sums to A/N. At the end all is divided by A. A and N leave out rows
+    and columns that are all masked. It stops at an error Σ_i |Σ_j P_ij − 1/A| of `tolerance`, which
+    is 1e-5, in float64 1e-12. After max_steps it stops with a warning.
 
-    Rate: a step multiplies the error by up to μ², μ the second singular value of √(AN) P, near 1
-    where rows cluster. A symmetric step multiplies it along each eigenvector of A·P, of eigenvalue
-    μ, by (μ² − μ)/2: by at most 1/8 for μ ≥ −0.2. Masked P_ij may take 1/error steps. [2] Eq. 5"""
+    If the kernel is its own transpose, say `symmetric`. Then each step ends with the mean
+    f = g = (f + g) / 2 [10], and fewer steps are needed. For other kernels that does not converge.
+
+    Rate: a step multiplies the error by up to μ², where μ is the second singular value of √(AN) P.
+    It is near 1 where rows cluster. A symmetric step multiplies the part along each eigenvector of
+    A·P by (μ² − μ)/2, with μ its eigenvalue. That is at most 1/8 for μ ≥ −0.2. If the marginals
+    force some P_ij that is not masked to 0, it may take 1/error steps. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel(), g)
         n_rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
         n_columns = (column_sums > FAR).sum().clamp_min(1)
-        if step > 0:  # f and g are of the step before: e^{f + row_sums} should be 1
+        if step > 0:  # f and g are of the step before, so e^{f + row_sums} should be 1
             off = torch.expm1(f + row_sums).masked_fill(row_sums < FAR, 0)
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
@@ -771,13 +858,13 @@ def sinkhorn(
 
 def _log_sums(blocks, g):
     """Compute log-sums of rows (A,), given g, and of columns (N,), given f = −those of the rows."""
-    row_sums = column_sums = None
+    row_sums, column_sums = [], None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
-        row_sums = sums if row_sums is None else torch.cat([row_sums, sums])
+        row_sums.append(sums)
         sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
         column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
-    return row_sums, column_sums
+    return torch.cat(row_sums), column_sums
 
 
 def _zero_if_masked(x):
@@ -785,42 +872,36 @@ def _zero_if_masked(x):
 
 
 def _stops(error, step, max_steps, tolerance):
-    """Whether Sinkhorn stops, at max_steps always. All ranks see the same rows, so stop alike."""
-    if step % 8 > 0 and step < max_steps and not _may_read(error):  # a GPU is asked seldom
+    """Whether Sinkhorn stops here. All ranks couple the same rows, so they stop at the same step.
+    On a GPU the error is looked at in every eighth step only, since the host waits for it."""
+    if step % 8 > 0 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
-    converged = not error.item() > tolerance  # or NaN: no step mends it
+    converged = not error.item() > tolerance  # a NaN stops, too, as no step would remove it
     if step == max_steps and not converged:
-        advice = "raise epsilon, check labels, or that the kernel is symmetric"
-        _warn(f"Sinkhorn stopped after {step} steps, above {tolerance:.0e}: {advice}")
+        advice = "Raise epsilon, check labels, or check that the kernel is symmetric."
+        _warn(f"Sinkhorn stopped after {step} steps with an error above {tolerance:.0e}. {advice}")
     return converged or step == max_steps
 
 
-def _potential(pairs, group, options):
-    """Find the potential g (N,) of the coupling of the candidates with the anchors of all ranks."""
-    pairs = pairs._replace(log_weights=None)  # these come after the coupling
-    gathered = {name: gather(getattr(pairs, name), group) for name in PER_ANCHOR}
+def _couple(anchors, shared, group, options):
+    """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
+    anchors = anchors._replace(log_weights=None)  # they are added after the coupling
+    anchors = _Anchors._make(gather(x, group) for x in anchors)
+
+    def kernel_of(some):
+        neg = who(some, shared, options)[1]
+        return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
+
+    symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
+    n = len(shared.candidates)
+    kernel = functools.partial(map, kernel_of, anchors.blocks(max(1, 2**20 // n)))  # 4 MB in cache
     with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
-        return _uncompiled(_couple, pairs._replace(**gathered), options)
-
-
-def _couple(pairs, options):
-    """Couple anchors and candidates: question 1 as in `answer`, then Sinkhorn on −C/ε → g (N,)."""
-
-    def kernel_of(rows):
-        some = pairs.of(rows)
-        neg = _who(some, options)[1]
-        return by_rule(neg, neg, 0.0, some.t, options)  # −C/ε
-
-    margins = options["absolute_margin"], options["relative_margin"]
-    symmetric = pairs.symmetric and pairs.mask is None and margins == (None, None)
-    a, n = len(pairs.anchors), len(pairs.candidates)
-    blocks = _slices(a, max(1, 2**20 // n))  # 4 MB each: they fit into a cache
-    if torch.is_grad_enabled() or a * n <= 2**24:  # 64 MB in all
-        stored = [kernel_of(rows) for rows in blocks]
-        return sinkhorn(lambda: stored, symmetric)[1]
-    return sinkhorn(lambda: map(kernel_of, blocks), symmetric)[1]  # again in each step
+        if torch.is_grad_enabled() or len(anchors.z) * n <= 2**24:  # 64 MB in all
+            stored = list(kernel())
+            return sinkhorn(lambda: stored, symmetric)[1]
+        return sinkhorn(kernel, symmetric)[1]  # computed anew in each step
 
 
 # ---- 6. Finding: which samples to take as negatives --------------------------------------------
@@ -837,213 +918,220 @@ def mine(
     relative_margin: float | None = None,
     labels: Tensor | None = None,
     scores: bool = False,
-):  # a type would need overloads
-    """Find the k nearest documents of each query that are no positives: hard negatives.
-    queries (n, D), documents (N, D), any floats → document rows (n, k), nearest first; −1 for none.
+):  # the type of the result depends on scores, which would need overloads
+    """Find the k documents nearest to each query that do not answer it: hard negatives.
+    queries (n, D), documents (N, D), any floats → document rows (n, k), nearest first. −1 stands
+    for none.
 
-    positives       (n,), or (n, P) padded with −1: rows of own documents, not taken; None: row i
-    labels          (N,): documents with the label of a query's own one are not taken
-    absolute_margin, relative_margin   as in `contrastive_loss`, c that of the nearest own document
-    skip            of those that are left, leave out so many of the nearest
+    positives       (n,), or (n, P) padded with −1. Rows of the documents that answer a query. They
+                    are not taken. None: document i answers query i.
+    labels          (N,). Documents with the label of one that answers the query are not taken.
+    absolute_margin, relative_margin   as in `contrastive_loss`, measured from the nearest document
+                    that answers the query
+    skip            leave out so many of the nearest documents that are left
     scores          also return the cosines (n, k), −∞ for none
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
-    Cost: n·N·D, and memory of unit documents and of a block of cosines: 64 MB, or 128 rows"""
+    Time grows as n·N·D. Memory holds unit documents and a block of cosines, 16 MB or 64 rows."""
+    n, size, device = len(queries), len(documents), queries.device
     _check_tensor("queries", queries, "floating", ("n", "D"))
     _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
     _check_number("k", k, 1)
     _check_number("skip", skip, 0)
-    n, size, device = len(queries), len(documents), queries.device
-    margins = absolute_margin, relative_margin
     if positives is None:
-        _require(n <= size, "documents", f"{size} rows", f"at least {n}: row i is query i's own")
-        positives = torch.arange(n, device=device)
-    positives = torch.as_tensor(positives, device=device)
+        if n > size:
+            raise InvalidArgument(f"documents has {size} rows for {n} queries. Name positives=.")
+        positives = torch.arange(n)
     _check_tensor("positives", positives, "whole", (n,), (n, "P"))
     _check_rows("positives", positives, size)
-    positives = positives.view(n, -1)
+    positives = torch.as_tensor(positives, device=device).view(n, -1)
     _check_tensor("labels", labels, None, (size,))
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
+
     with torch.autocast(device.type, enabled=False):
         queries = unit(queries)
         documents = unit(documents).to(queries.dtype)
         if _may_read(queries):
             _check_finite("queries", queries)
             _check_finite("documents", documents)
-        rows_at_once = min(n, max(128, 2**24 // size))
-        matrix = queries.new_empty(rows_at_once, size)  # reused: fresh memory is slow
-        found = torch.full((n, k), -1, device=device)
-        found_cosines = queries.new_full((n, k), -INF)
-        for rows in _slices(n, rows_at_once):
-            own = positives[rows]  # (a, P); margins and labels need all documents at once
-            cosines = matrix[: len(own)]  # (a, N)
-            torch.mm(queries[rows], documents.T, out=cosines)
-            if margins != (None, None):  # first: the next two mask own cosines, which it reads
-                of_own = cosines.gather(1, own.clamp_min(0)).masked_fill(own < 0, -INF)
-                limit = _limit(of_own.amax(1, keepdim=True), margins)
-                cosines.masked_fill_(cosines > limit, MASKED)
+        # Question 1 of a loss, at t = 1. A block has all documents, as margins need them at once.
+        anchors = _Anchors(queries, queries[:, :0], positives)
+        shared = _Shared(1.0, size, documents, positives_by_index=True)
+        margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
+        parts = []
+        for some in anchors.blocks(max(64, 2**22 // size)):
+            _, cosines = who(some, shared, margins)  # (a, N)
             if labels is not None:
-                for column in own.unbind(1):  # (a,)
+                for column in some.own.unbind(1):  # (a,)
                     of_label = labels[column.clamp_min(0), None] == labels
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
-            _drop_(cosines, own)
-            top_k = cosines.topk(min(k + skip, size))
-            nearest, index = top_k.values[:, skip:], top_k.indices[:, skip:]
-            width, absent = nearest.shape[1], nearest < FAR
-            found[rows, :width] = index.masked_fill(absent, -1)
-            found_cosines[rows, :width] = nearest.masked_fill(absent, -INF)
-    return (found, found_cosines) if scores else found
+            parts.append(cosines.topk(min(k + skip, size)))
+    nearest, index = (torch.cat(x)[:, skip:] for x in zip(*parts, strict=True))
+    absent = nearest < FAR
+    to_k = 0, k - index.shape[1]  # columns to add, if there are too few documents
+    index = F.pad(index.masked_fill(absent, -1), to_k, value=-1)
+    nearest = F.pad(nearest.masked_fill(absent, -INF), to_k, value=-INF)
+    return (index, nearest) if scores else index
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw k distinct negatives for each anchor, each time j of those left with probability ∝ w_ij.
-    log_w (A, N), −∞ if not to be drawn, k or more others → indices; negatives=rows[draw(log_w, k)].
-    By tilted(logits, β), own rows −1e30, it prefers hard ones: then give a loss uniform weights."""
+    """Draw k distinct negatives for each anchor. Each draw takes one of those that are left, j with
+    a probability proportional to w_ij.
+    log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
+    With log_w = tilted(logits, β) it prefers hard negatives. Mask an anchor's own rows by −1e30,
+    and then use a loss with uniform weights. A row with fewer than k negatives is an error."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
     if _may_read(log_w):
-        most = (log_w > FAR).sum(-1).amin().item()
-        _require(not log_w.isnan().any(), "log_w", "NaN", "a number, or −∞")
-        _require(k <= most, "k", k, f"at most {most}: a row has no more of weight above 0")
+        if log_w.isnan().any():
+            raise NotFinite("log_w has NaN.")
+        fewest = (log_w > FAR).sum(-1).amin().item()
+        if k > fewest:
+            raise InvalidArgument(f"k is {k}, but a row of log_w has {fewest} above −1e20.")
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
     noise = torch.empty_like(log_w).exponential_(generator=generator)
-    noise = noise.log().clamp_min(-99)  # clamp: −∞ − log 0 would be NaN
+    noise = noise.log().clamp_min(-99)  # without the clamp −∞ − log 0 would be NaN
     return (log_w - noise).topk(k).indices
 
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
-# Skip this on a first reading. The logits of a large batch do not fit into memory, so `answer` gets
-# blocks of anchors. It must not count its calls, or communicate between ranks, as it is called by
-#     _evaluate      for all anchors, if there are no blocks
-#     _run_blocks    for a block, with its gradient; for "none" without, and again in backward, with
-#     _in_blocks     for the first anchor, to see if functions or options learn; if so, for all
-#     _statistics    for the first 2^20 pairs, without a gradient
+# The logits of a large batch do not fit into memory, so `answer` gets blocks of anchors. A loss
+# calls it as often as its path needs, so `answer` must neither keep state nor communicate.
 
 
-def _evaluate(pairs, group, options):
+def _evaluate(anchors, shared, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
-    size = _block_size(pairs, options)
+    size = _block_size(anchors, shared, options)
     if size > 0:
-        # a sum already, or (A,): what changes single losses belongs in `answer`
-        value, tally = _uncompiled(_in_blocks, pairs, options, size)
+        # losses are summed here already, so edit those of single anchors in `answer`
+        value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
-        found = answer(pairs, options)
-        value, tally = found.losses, found.tally
-    if _may_read(tally):
-        _warn_of(tally.tolist(), len(pairs.anchors), options)
+        value, lacking = answer(anchors, shared, options)[:2]
+    if _may_read(lacking):
+        _warn_of(lacking.tolist(), len(anchors.z), options)
     if options["reduction"] == "none":
         return value
-    value, count = value.sum(), tally[0]  # of anchors with a positive; below, of all ranks
+    value, count = value.sum(), len(anchors.z) - lacking[0]  # of anchors with a positive
     if group is not None:
         value, count = _over_ranks(value, count, group)
-    return {"sum": value, "mean": value / count.masked_fill(count == 0, 1)}[options["reduction"]]
+    if options["reduction"] == "mean":
+        value = value / count.clamp_min(1)
+    return value
 
 
-def _warn_of(tally, a, options):
-    """Warn if none of a anchors has a positive, or a candidate, or debiasing leaves most nothing.
-    By the default τ⁺ the floor marks solved anchors, so only a given one warns."""
-    for what, count in zip(("positive", "candidate"), tally[:2], strict=True):
-        if count == 0:
-            _warn(f"none of {a} anchors has a {what}: check labels, masks and positive_index")
-    if options["tau_plus"] and 2 * tally[2] > a:
-        _warn("debiasing leaves most anchors nothing: raise temperature or lower tau_plus")
+def _warn_of(lacking, a, options):
+    """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
+    With the default τ⁺ the floor holds for anchors that have learned, which is no mistake."""
+    no_positive, no_candidate, clamped = lacking
+    for what, count in {"positive": no_positive, "candidate": no_candidate}.items():
+        if count == a:
+            _warn(f"None of {a} anchors has a {what}. Check labels, masks and positive_index.")
+    if options["tau_plus"] and 2 * clamped > a:
+        _warn("Debiasing leaves most anchors nothing. Raise temperature or lower tau_plus.")
 
 
-def _block_size(pairs, options):
-    """Choose the anchors in a block, for a CPU's cache or to keep a GPU busy; 0: all at once."""
-    if pairs.candidates.ndim == 3:
-        return 0  # `_run_blocks` would add a block's slope to all rows, and save little memory
+def _block_size(anchors, shared, options):
+    """Choose the number of anchors in a block. 0 takes all at once."""
     if options["block_size"] is not None:
         return options["block_size"]
-    columns = len(pairs.candidates)
-    at_once = 2**18 if pairs.anchors.device.type == "cpu" else 2**23
-    if len(pairs.anchors) * columns <= at_once:
+    at_once = 2**18 if anchors.z.device.type == "cpu" else 2**23
+    if len(anchors.z) * shared.n <= at_once:
         return 0
-    return max(64, 4 * at_once // columns)  # few blocks; 4 MB in float32 on a CPU
+    return max(64, 4 * at_once // shared.n)  # 4 MB in float32 fit into a CPU's cache
 
 
-def _slices(n, size):
-    return [slice(start, start + size) for start in range(0, n, size)]
+def _in_blocks(anchors, shared, options, size):
+    """Compute the losses of all anchors (A,), or their sum, and what they lack, block by block.
+    A sum gets its gradient at once, while the matrix of a block is in memory. Otherwise the
+    backward pass computes each block again."""
+
+    def losses_of(*tensors):
+        some = _Anchors._make(tensors[: len(anchors)])
+        rest = _Shared._make(tensors[len(anchors) :])
+        return answer(some, rest, options)[:2]
+
+    if options["reduction"] != "none" and torch.is_grad_enabled():
+        found = _sum_with_gradient(anchors, shared, options, size)
+        if found is not None:
+            return found
+    blocks = anchors.blocks(size)
+    parts = [checkpoint(losses_of, *(some + shared), use_reentrant=False) for some in blocks]
+    losses, lacking = zip(*parts, strict=True)
+    return torch.cat(losses), sum(lacking)
 
 
-def _in_blocks(pairs, options, size):
-    """Compute the losses of all anchors (A,), or their sum, and their tally, a block at a time."""
-    learned = []
-    if torch.is_grad_enabled():
-        alone = {name: getattr(pairs, name).detach() for name in MAY_LEARN}
-        first = answer(pairs._replace(**alone).of(slice(0, 1)), options)
-        if first.losses.requires_grad:  # functions or options learn, which `_InBlocks` cannot see
-            found = answer(pairs, options)
-            return found.losses, found.tally
-        learned = [name for name in MAY_LEARN if getattr(pairs, name).requires_grad]
-    tensors = [getattr(pairs, name) for name in learned]
-    return _InBlocks.apply(pairs, options, size, learned, *tensors)
+def _sum_with_gradient(anchors, shared, options, size):
+    """Compute the sum of the losses and its gradient, block by block → sum, how many are lacking.
+    None if a function of the user's learns parameters, whose gradient this would not see."""
+    shared_copy = _copy(shared)
+    inputs, copies = _learned(shared), _learned(shared_copy)
+    value, lacking = 0, 0
+    for some in anchors.blocks(size):
+        some_copy = _copy(some)
+        inputs += _learned(some)
+        copies += _learned(some_copy)
+        found = answer(some_copy, shared_copy, options)
+        if _depends_on_more(found.losses, shared_copy + some_copy):
+            return None
+        loss = found.losses.sum()
+        if loss.requires_grad:
+            loss.backward()  # adds to the gradients of the copies
+        value, lacking = value + loss.detach(), lacking + found.lacking
+    return _WithGradient.apply(value, [x.grad for x in copies], *inputs), lacking
 
 
-class _InBlocks(torch.autograd.Function):
-    """Know the gradient of the losses in memory of the embeddings' size. That of a sum is computed
-    forward, and multiplied by a number backward. For others blocks run again, backward."""
+def _copy(part):
+    """Copy anchors, or what they share. Tensors with a gradient begin a graph of their own."""
+    return part._make(
+        x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in part
+    )
+
+
+def _learned(part):
+    return [x for x in part if torch.is_tensor(x) and x.requires_grad]
+
+
+def _depends_on_more(x, known):
+    """Whether x has a gradient in a tensor that is not among those that are known."""
+    seen = {None} | {torch.autograd.graph.get_gradient_edge(y).node for y in _learned(known)}
+    nodes = {x.grad_fn}
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        if hasattr(node, "variable"):
+            return True
+        seen.add(node)
+        nodes |= {before for before, _ in node.next_functions}
+    return False
+
+
+class _WithGradient(torch.autograd.Function):
+    """Give a number the gradients that were computed with it."""
 
     @staticmethod
-    def forward(ctx, pairs, options, size, learned, *tensors):
-        run = functools.partial(_run_blocks, pairs, options, size, learned)
-        if options["reduction"] not in ("mean", "sum") or not learned:
-            value, tally, _ = run(None)  # (A,)
-            # all that is read again is saved: autograd tells if it was changed in place by then
-            ctx.save_for_backward(*filter(torch.is_tensor, pairs))
-            ctx.run = run
-        else:
-            losses, tally, slopes = run(torch.ones_like(pairs.anchors[:, 0]))
-            value = losses.sum()
-            ctx.save_for_backward(*slopes)
-        ctx.mark_non_differentiable(tally)
-        return value, tally
+    def forward(ctx, value, gradients, *tensors):
+        ctx.save_for_backward(*gradients)
+        return value.clone()
 
     @staticmethod
-    def backward(ctx, grad_value, _):
+    def backward(ctx, grad):
         if torch.is_grad_enabled():  # under create_graph=True alone
-            raise RuntimeError("to differentiate this loss twice, give it block_size=0")
-        saved = ctx.saved_tensors
-        if grad_value.ndim == 0:
-            slopes = [grad_value * slope for slope in saved]
-        else:
-            with torch.autocast(grad_value.device.type, enabled=False):  # a caller's may be on
-                *_, slopes = ctx.run(grad_value)
-        return None, None, None, None, *slopes
-
-
-def _run_blocks(pairs, options, size, learned, grad_losses):
-    """Compute losses (A,), tally, and slopes of what is learned; without grad_losses (A,) all 0."""
-    losses = torch.empty_like(pairs.anchors[:, 0])  # one: a small one a block would split memory
-    tally = losses.new_zeros(3)
-    slopes = [torch.zeros_like(getattr(pairs, name)) for name in learned]
-    for rows in _slices(len(losses), size):
-        some = pairs.of(rows)
-        leaves = {name: getattr(some, name).detach().requires_grad_() for name in learned}
-        with torch.set_grad_enabled(grad_losses is not None):
-            found = answer(some._replace(**leaves), options)
-        losses[rows] = found.losses.detach()
-        tally += found.tally
-        if grad_losses is not None and found.losses.requires_grad:
-            wanted, grads = list(leaves.values()), grad_losses[rows]
-            parts = torch.autograd.grad(found.losses, wanted, grads, materialize_grads=True)
-            for name, slope, part in zip(learned, slopes, parts, strict=True):
-                place = rows if name in PER_ANCHOR else ...  # all of it
-                slope[place] += part
-    return losses, tally, slopes
+            raise RuntimeError("To differentiate this loss twice, give it block_size=0.")
+        return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
 def _uncompiled(function, *arguments):
-    """Call a function as it is, in compiled code too: there it is a break of the graph."""
+    """Call a function as it is. In compiled code that breaks the graph."""
     if torch.compiler.is_compiling():
-        function = torch.compiler.disable(function)  # here, as it takes seconds to import
+        function = torch.compiler.disable(function)  # not in the head of the file, as it is slow
     return function(*arguments)
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks. `gather` gives a rank's rows the gradients of the parts of all ranks, and DDP
-    then divides by their number: so a part has its gradient times this number."""
+    """Sum over ranks. The parts of all ranks give their gradients to a rank's rows, by `gather`.
+    DDP then divides the sum by the number of ranks, so each part has its gradient times it."""
     totals = torch.stack([value.detach(), count])
     distributed.all_reduce(totals, group=group)
     part = distributed.get_world_size(group) * value
@@ -1051,8 +1139,8 @@ def _over_ranks(value, count, group):
 
 
 class _Gather(torch.autograd.Function):
-    """Its backward pass communicates: all ranks have to gather the same tensors in the same order,
-    with a gradient on all of them or on none, whatever their data are."""
+    """Its backward pass communicates. So all ranks have to gather the same tensors in the same
+    order, with a gradient on all ranks or on none, whatever their data are."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1065,7 +1153,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # under create_graph=True alone
-            raise RuntimeError("a loss over ranks cannot be differentiated twice")
+            raise RuntimeError("A loss over several ranks cannot be differentiated twice.")
         grad = grad.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(grad, group=ctx.group)
         ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
@@ -1073,9 +1161,10 @@ class _Gather(torch.autograd.Function):
 
 
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
-    """Concatenate the rows of all ranks, in their order; the gradient is summed over them.
-    To share rows: group=group, negatives=gather(rows, group), positive_index=rank * len(rows) + i,
-    where i (B,) are this rank's rows that show its samples. All ranks need equally many rows."""
+    """Concatenate the rows of all ranks, in their order. The gradient is summed over ranks.
+    To share rows, pass group=group, negatives=gather(rows, group) and
+    positive_index=rank * len(rows) + i. Here i (B,) are the rows of this rank that show its
+    samples. All ranks need equally many rows."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
@@ -1085,8 +1174,9 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 at least. A zero row stays
-    0, and its gradient passes unchanged. Squares of entries must not overflow, nor all vanish."""
+    """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 or float64.
+    A zero row stays 0, and its gradient passes unchanged. Squares of entries must not overflow, and
+    must not all vanish."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
@@ -1097,7 +1187,7 @@ def _upcast(x):
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
-    """Compute log Σ_j e^{x_j + y_j} of finite numbers; that of a single x is x."""
+    """Compute log Σ_j e^{x_j + y_j} of finite numbers. That of a single x is x itself."""
     if y is None:
         if x.shape[dim] == 1:
             return x.squeeze(dim)
@@ -1117,7 +1207,7 @@ class _LogSum(torch.autograd.Function):
         return largest - shares.amax(dim).log(), shares
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # torch.func wants it apart from `forward`
+    def setup_context(ctx, inputs, output):  # torch.func needs it apart from `forward`
         x, y, ctx.dim = inputs
         ctx.shapes = x.shape, y.shape
         ctx.set_materialize_grads(False)
@@ -1126,24 +1216,28 @@ class _LogSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_sum, grad_shares):
         (shares,) = ctx.saved_tensors
-        slope = 0 if grad_sum is None else grad_sum.unsqueeze(ctx.dim)
+        gradient = 0 if grad_sum is None else grad_sum.unsqueeze(ctx.dim)
         if grad_shares is not None:
-            slope = slope + grad_shares - (grad_shares * shares).sum(ctx.dim, keepdim=True)
-        grad_total = shares * slope
+            gradient = gradient + grad_shares - (grad_shares * shares).sum(ctx.dim, keepdim=True)
+        grad_total = shares * gradient
         return *(grad_total.sum_to_size(shape) for shape in ctx.shapes), None
 
 
+# torch looks the signature up in each call, which takes a tenth of the time of a small loss
+_LogSum.forward.__signature__ = inspect.signature(_LogSum.forward)
+
+
 def _may_read(x):
-    """Whether the host may read values: on a CPU, where that is free. A GPU would be waited for."""
+    """Whether the host may read values. On a CPU that is free. For a GPU it would have to wait."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 class InvalidArgument(ValueError):
-    """An argument is not what it may be."""
+    """Say which argument has a value that is not allowed, and what is allowed."""
 
 
-class _NotFinite(InvalidArgument, FloatingPointError):
-    """An argument has NaN or inf."""
+class NotFinite(InvalidArgument, FloatingPointError):
+    """Say which argument has NaN or inf."""
 
 
 def _require(valid, name, got, allowed):
@@ -1160,148 +1254,203 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
-torch.empty(31 * 2**20, dtype=torch.uint8)  # freed, so that glibc reuses memory: faster blocks
-DEFAULTS, ALLOWED = {}, {}  # of options
+# Allocating and freeing 31 MB here makes glibc keep the memory of later blocks for the next ones.
+# Otherwise it returns each to the kernel, and large losses take up to 1.24 times as long.
+torch.empty(31 * 2**20, dtype=torch.uint8)
+
+DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
-    DEFAULTS[_name], ALLOWED[_name] = _hint.__metadata__
+    DEFAULTS[_name], ALLOWED[_name], TEXTS[_name] = _hint.__metadata__
+    TEXTS[_name] = inspect.cleandoc(TEXTS[_name])
 
 
-def settle(given: Options) -> Options:
-    """Check the options of a call, and decide what is left open."""
+def _words_of(allowed):
+    """Say in words what an option may be."""
+    if not isinstance(allowed, list):
+        return f"one of {', '.join(map(str, allowed))}"
+    low, high = allowed
+    kind = "a whole number" if isinstance(high, int) else "a number"
+    return f"{kind} from {low:g} to {high:g}"
+
+
+def _explained():
+    """Explain all options, for `help`."""
+    lines = ["Options"]
+    for name, text in TEXTS.items():
+        lines.append(f"{name} = {DEFAULTS[name]!r}, {_words_of(ALLOWED[name])}")
+        lines += ["    " + line for line in text.splitlines()]
+    return "\n".join(lines)
+
+
+contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{_explained()}"
+ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
+
+
+def resolve(given: Options) -> dict:
+    """Check the options of a call, and fill in those that are left open. Then add what follows from
+    them, which is the functions of the rule and of the objective, and the facts of their rows."""
     loss = given.get("loss", DEFAULTS["loss"])
     _check_option("loss", loss)
     of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[loss], strict=True)
     options = DEFAULTS | dict(of_loss)
     for name, value in given.items():
         if name not in DEFAULTS:
-            raise TypeError(f"there is no option {name!r}; there are {', '.join(DEFAULTS)}")
+            known = ", ".join(DEFAULTS)
+            raise TypeError(f"There is no option {name!r} in {known}{_nearest(name, DEFAULTS)}")
         _check_option(name, value)
-        if value is not None:  # None: the loss's. tau_plus may stay None, which is 1 / (N_i + 1)
+        if value is not None:  # None leaves it to the loss
             options[name] = value
     weights, objective = options["weights"], options["objective"]
-    has_tau_plus = objective in tuple(OF_LOGITS)  # a function may have no hash
-    if not has_tau_plus:
-        options["tau_plus"] = 0.0
+    row = (own_rule, "any") if callable(weights) else WEIGHTS[weights]
+    options["weight_function"], options["mean"] = row
+    row = (own_objective, False) if callable(objective) else OBJECTIVES[objective]
+    options["objective_function"], options["by_label"] = row
+    if "log_negatives" not in takes(options["objective_function"]):
+        options["tau_plus"] = 0.0  # the others are not debiased
     if options["detach_weights"] is None:
-        options["detach_weights"] = weights in COUPLED
-    if options["debias"] != "published":
-        fits = weights in FIT_FOR_EXACT and has_tau_plus
-        _require(fits, "debias", repr(options["debias"]), f"'published' for {weights}, {objective}")
+        options["detach_weights"] = "potential" in takes(options["weight_function"])
     return options
+
+
+def _nearest(name, known):
+    """Name what was perhaps meant."""
+    similar = difflib.get_close_matches(str(name), map(str, known), 1)
+    return f"; did you mean {similar[0]!r}?" if similar else ""
 
 
 def _check_option(name, value):
     allowed = ALLOWED[name]
     if callable(value) and name in ("weights", "objective"):
-        named = value in [globals().get(x) for x in allowed]  # a name means more: mean 1, τ⁺
-        _require(not named, name, repr(value), "its name in quotes")
+        # by its name a function of this file is used with the facts of its row
+        known = [function for function, _ in allowed.values()]
+        _require(value not in known, name, repr(value), "its name in quotes")
         return
     if value is None and DEFAULTS[name] is None:
         return
     if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:  # may be learned
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
-        kind = numbers.Integral if isinstance(allowed[1], int) else numbers.Real
-        _check_number(name, value, *allowed, kind)
-    else:
-        known = isinstance(value, (str, bool)) and value in allowed
-        _require(known, name, repr(value), f"one of {', '.join(map(str, allowed))}")
+        _check_number(name, value, allowed[0], allowed[1])
+    elif not (isinstance(value, (str, bool)) and value in allowed):
+        _require(False, name, repr(value), _words_of(allowed) + _nearest(value, allowed))
 
 
-def _check_number(name, value, low, high=INF, kind=numbers.Integral):
+def _check_number(name, value, low, high=10**18):
+    """Check a number in [low, high], which has to be whole if high is."""
+    kind = numbers.Integral if isinstance(high, int) else numbers.Real
     if not (isinstance(value, kind) and low <= value <= high):
-        words = "a whole number" if kind is numbers.Integral else "a number"
-        # only here: compiled code has no repr of a number that varies
-        _require(False, name, repr(value), f"{words} from {low:g} to {high:g}")
+        # only here, as compiled code has no repr of a number that varies
+        _require(False, name, repr(value), _words_of([low, high]))
 
 
 def _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group):
-    several = "two or more floating tensors (B, D) of one shape; labels go in labels="
-    alone = "; or one, with labels=, or with negatives= and positive_index="
-    named = len(views) == 1 and (labels is not None or positive_index is not None)
-    _require(len(views) >= 2 or named, "views", f"{len(views)} given", several + alone)
+    """Check the arguments of a call beside each other."""
+    named = labels is not None or positive_index is not None
+    if len(views) < 2 and not (views and named):
+        raise InvalidArgument(
+            f"views has {len(views)} tensors. Give two or more (B, D). One is enough with labels=, "
+            "or with negatives= and positive_index=."
+        )
     for i, view in enumerate(views):
-        fits = _fits(view, "floating", ("B", "D")) and view.shape == views[0].shape
-        _require(fits, f"views[{i}]", _describe(view), f"one of {several}")
-    fits = group is None or isinstance(group, distributed.ProcessGroup)
-    _require(fits, "group", group, "a torch.distributed process group")
-    b, d = views[0].shape
-    a = rows = b
+        if not (_fits(view, "floating", ("B", "D")) and view.shape == views[0].shape):
+            raise InvalidArgument(
+                f"views[{i}] is {_describe(view)}. Views must be floating tensors (B, D) of one "
+                "shape. Labels go in labels=."
+            )
+    is_group = group is None or isinstance(group, distributed.ProcessGroup)
+    _require(is_group, "group", repr(group), "a process group of torch.distributed")
+    b = len(views[0])
     if negatives is None:
-        a = n = b * len(views)
-        if group is not None:
-            n *= distributed.get_world_size(group)
-        _require(n > len(views), "views", "of one sample", "of two or more: one has no negative")
-        _require(positive_index is None, "positive_index", "given", "None without negatives")
+        a = b * len(views)
+        n = a if group is None else a * distributed.get_world_size(group)
+        if n == len(views):
+            raise InvalidArgument("views has one sample, which has no negatives. Give two or more.")
+        if positive_index is not None:
+            raise InvalidArgument("positive_index names rows of negatives, but there are none.")
+        k = 0
     else:
-        _check_tensor("negatives", negatives, "floating", ("K", d), (b, "K", d))
-        n = negatives.shape[-2]
-        rows = b + n
-        rule, shared = options["weights"], negatives.ndim == 2
-        wanted = "another rule: with negatives (B, K, D) anchors share no candidate"
-        _require(shared or rule not in COUPLED, "weights", rule, wanted)
-        _require(shared or labels is None, "labels", "given", "None with negatives (B, K, D)")
-        if shared and _may_read(negatives):
-            _check_shared(negatives, group)
-            unnamed = positive_index is None and mask is None and labels is None
-            if len(views) > 1 and unnamed and (negatives == views[1][0]).all(1).any():
-                _warn("views[1] has rows of negatives, too: name them in positive_index=")
+        a, n = b, _check_negatives(negatives, views, options, labels, group)
+        unnamed = positive_index is None and mask is None and labels is None
+        if len(views) > 1 and unnamed and _may_read(negatives):
+            if (negatives == views[1][0]).all(-1).any():
+                _warn("negatives has rows of views[1], too. Name them in positive_index=.")
+        k = n
+    if labels is not None and torch.as_tensor(labels).shape != (b + k,):
+        given = f"{b} samples and {k} rows of negatives"
+        raise InvalidArgument(
+            f"labels has shape {tuple(torch.as_tensor(labels).shape)} for {given}."
+        )
     _check_tensor("positive_index", positive_index, "whole", (b,), (b, "P"))
     _check_rows("positive_index", positive_index, n)
     _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
     _check_tensor("log_weights", log_weights, "floating", (a, n), (n,))
-    fits = log_weights is None or options["debias"] == "published"
-    _require(fits, "log_weights", "given", "None unless debias is 'published'")
-    _check_tensor("labels", labels, None, (rows,))
+
+
+def _check_negatives(negatives, views, options, labels, group):
+    """Check negatives (K, D) or (B, K, D) → K."""
+    b, d = views[0].shape
+    _check_tensor("negatives", negatives, "floating", ("K", d), (b, "K", d))
+    if negatives.ndim == 3:
+        if labels is not None or "potential" in takes(options["weight_function"]):
+            raise InvalidArgument(
+                "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
+                f"weights, which is {options['weights']!r}, cannot be a coupling."
+            )
+    elif group is not None and _may_read(negatives):
+        sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
+        if not torch.allclose(sums, sums[0], equal_nan=True):
+            raise InvalidArgument(
+                "negatives differs between ranks. Every rank must pass the same rows, for example "
+                "gather(negatives, group)."
+            )
+    return negatives.shape[-2]
 
 
 def _check_tensor(name, x, kind, *shapes):
+    """Check a tensor, if it is given. A shape has lengths, or letters for any length above 0."""
     if x is None:
         return
-    if kind != "floating" and not torch.is_tensor(x):  # labels, say, may be a list
-        x = torch.as_tensor(x)
-    fits = any(_fits(x, kind, shape) for shape in shapes)
-    sizes = [f"({', '.join(map(str, shape))})" for shape in shapes]
-    words = f"{kind} tensor" if kind else "tensor"
-    _require(fits, name, _describe(x), f"a {words} {' or '.join(sizes)}")
+    if kind != "floating":
+        x = torch.as_tensor(x)  # an index, say, may be a list
+    if not any(_fits(x, kind, shape) for shape in shapes):
+        sizes = [f"({', '.join(map(str, shape))})" for shape in shapes]
+        words = f"{kind} tensor" if kind else "tensor"
+        _require(False, name, _describe(x), f"a {words} {' or '.join(sizes)}")
 
 
 def _fits(x, kind, shape):
-    """Whether x is a tensor of a kind and a shape, where a letter is any length above 0."""
     if not torch.is_tensor(x) or x.ndim != len(shape):
         return False
-    is_kind = {"floating": x.is_floating_point(), "boolean": x.dtype == torch.bool}
-    is_kind["whole"] = not any(is_kind.values())
-    if kind is not None and not is_kind[kind]:
-        return False
+    found = "boolean" if x.dtype == torch.bool else "whole"
+    if x.is_floating_point():
+        found = "floating"
     sizes = zip(x.shape, shape, strict=True)
-    return all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
+    right = all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
+    return right and kind in (None, found)
 
 
 def _check_rows(name, index, n):
-    if index is None or torch.is_tensor(index) and not _may_read(index):
+    """Check that an index names rows from 0 to n − 1, or none by −1."""
+    if index is None or not _may_read(torch.as_tensor(index)):
         return
-    rows = torch.as_tensor(index, device="cpu").flatten().tolist()
-    low, high = min(rows), max(rows)
-    _require(low >= -1 and high < n, name, f"from {low} to {high}", f"from −1 to {n - 1}")
-
-
-def _check_shared(negatives, group):
-    sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
-    same = torch.allclose(sums, sums[0], equal_nan=True)
-    _require(same, "negatives", "another on each rank", "of all ranks: gather(negatives, group)")
+    low, high = map(int, torch.as_tensor(index).aminmax())
+    if low < -1 or high >= n:
+        raise InvalidArgument(f"{name} has rows from {low} to {high}. It can have −1 to {n - 1}.")
 
 
 def _check_result(name, result, shape):
     if not torch.is_tensor(result) or result.shape != shape:
-        wanted = f"one to a tensor {tuple(shape)}, of some anchors; {MATRIX_HINT}"
-        _require(False, name, f"a function to {_describe(result)}", wanted)
+        raise InvalidArgument(
+            f"{name} returned {_describe(result)}. It must return a tensor {tuple(shape)}, with a "
+            f"row for each anchor that it is given; {MATRIX_HINT}."
+        )
 
 
 def _check_finite(name, x):
-    # a finite sum says that all are finite, much faster; but a sum can also overflow
-    if x is not None and not x.sum().isfinite() and not x.isfinite().all():
-        raise _NotFinite(f"{name} is not finite: it has NaN or inf; it must be finite")
+    # the sum of finite numbers is finite, unless it overflows, and takes a fraction of the time
+    if x is None or math.isfinite(x.detach().sum().item()) or x.isfinite().all():
+        return
+    raise NotFinite(f"{name} has NaN or inf.")
 
 
 def _describe(x):
@@ -1319,7 +1468,6 @@ from itertools import pairwise
 
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 __all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
 __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]
@@ -1477,7 +1625,7 @@ class MemoryBank(nn.Module):
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
-        _check_number("momentum", momentum, 0, 1 - 1e-9, numbers.Real)
+        _check_number("momentum", momentum, 0, 1 - 1e-9)
         self.momentum = momentum
         self.register_buffer("rows", unit(rows.detach()))
 
@@ -1637,7 +1785,7 @@ class Game(nn.Module):
         ascent_lr: float = 1e-4,
     ):
         super().__init__()
-        _check_number("momentum", momentum, 0, 1 - 1e-9, numbers.Real)
+        _check_number("momentum", momentum, 0, 1 - 1e-9)
         _check_number("pretrain", pretrain, 0)
         _check_number("every", every, 1)
         _check_number("batch_size", batch_size, 2)
@@ -1819,6 +1967,10 @@ class DiffHard(SimCLR):
         return self.game.imitate(real, generator, read)  # Eq. 5
 
 
+def _slices(n, size):
+    return [slice(start, start + size) for start in range(0, n, size)]
+
+
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Make an encoder take a batch in parts of `micro_batch` samples, to save memory → a function
     to call in its place, with tensors, dicts of tensors and keywords, whose rows are samples. The
@@ -1918,7 +2070,7 @@ class Training:
         _check_number("images", len(images), 2)
         _check_number("epochs", self.recipe["epochs"], 1)
         _check_number("batch_size", self.recipe["batch_size"], 2)
-        _check_number("lr", self.recipe["lr"], 1e-12, 1e6, numbers.Real)
+        _check_number("lr", self.recipe["lr"], 1e-12, 1e6)
         batches = math.ceil(len(images) / self.recipe["batch_size"])
         self.steps_per_epoch = min(batches, len(images) // 2)  # batches of nearly one size
         self.epochs = self.recipe["epochs"]
