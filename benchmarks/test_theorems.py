@@ -19,6 +19,9 @@ from scipy.special import logsumexp, rel_entr, softmax
 from scipy.stats import norm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # as when a program is run
+import debias
+
 import hardneg
 import reference_numpy as oracle
 from hardneg import contrastive_loss
@@ -29,6 +32,7 @@ from test_hardneg import (
     SAMPLES,
     SEEDS,
     TEMPERATURES,
+    at_least,
     close,
     couple,
     exact_coupling,
@@ -43,10 +47,12 @@ from test_hardneg import (
     normal,
     numpy,
     ours,
+    same,
     similarities,
     weigh,
     with_slope,
 )
+from training import test_pages
 from training.readouts import tolerance
 
 
@@ -55,7 +61,7 @@ def product_coupling(allowed):
     return oracle.sinkhorn(np.where(allowed, 0.0, -np.inf))[0]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|the generator has collapsed")
+pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|none of|views")
 INF = math.inf
 
 
@@ -206,6 +212,73 @@ def check_packing(counts, d, most, spread):
     return centres
 
 
+def exact_by_loops(pos, neg, log_w_pos, log_w, tau_plus, t):
+    """Compute the log of W_i times the mean over true negatives, −∞ without candidates → (A,).
+
+        E_{q⁻}[e^s] = (E_p[w e^s] − τ⁺ E_{p⁺}[w e^v]) / (E_p[w] − τ⁺ E_{p⁺}[w])
+
+    This follows from q⁻ ∝ w p⁻ and p = τ⁺ p⁺ + (1 − τ⁺) p⁻, where one function of the logit gives
+    all weights w. The mean is at most max e^s, and at least the published mean for w = 1. It is the
+    latter where a difference is not positive. Ref: [1], q_β⁻, defined above Eq. 2
+    """
+    exp, values = oracle._exp, []
+    for p, s, w_pos, w in oracle._together(pos, neg, log_w_pos, log_w):
+        positives = [m for m in range(len(p)) if p[m].real > -INF]
+        candidates = [j for j in range(len(s)) if s[j].real > -INF]
+        if not candidates:
+            values.append(-INF)
+            continue
+        above = below = plain = total = 0.0
+        for j in candidates:
+            weight = exp(w[j])
+            total += weight
+            above += weight * exp(s[j]) / len(candidates)
+            below += weight / len(candidates)
+            plain += exp(s[j]) / len(candidates)
+        for m in positives:
+            weight = exp(w_pos[m])
+            above -= tau_plus * weight * exp(p[m]) / len(positives)
+            below -= tau_plus * weight / len(positives)
+            plain -= tau_plus * exp(p[m]) / len(positives)
+        least, most = plain / (1 - tau_plus), exp(max((s[j] for j in candidates), key=np.real))
+        if least.real < math.exp(-1 / t):
+            least = math.exp(-1 / t)
+        mean = least
+        if above.real > 0 and below.real > 0:
+            mean = above / below
+            if mean.real > most.real:
+                mean = most
+            if mean.real < least.real:
+                mean = least
+        values.append(oracle._log(total * mean))
+    return np.array(values)
+
+
+def log_weights_of_both(rule, pos, neg, beta, alpha):
+    """Compute the oracle's log weights of positives and of candidates, by the name of a rule."""
+    options = {"tilted": {"beta": beta}, "top": {"alpha": alpha}}.get(rule, {})
+    log_w = getattr(oracle, rule)(neg, **options)
+    return oracle.weigh_alike(rule, pos, neg, beta, alpha), log_w
+
+
+def recipe_of(rule, beta, alpha, tau_plus, t):
+    """Make the objective of the tutorial's recipe for exact debiasing, with other settings."""
+    total = ("log_w.logsumexp(1)", "w.sum(1).log()") if rule == "top" else ()  # these are 0 or 1
+    names, _ = test_pages.TestRecipes.run("Exact debiasing", *total)
+    torch.set_default_dtype(torch.float32)  # the page sets float64
+
+    def kept(logits, neg):
+        counts = neg > hardneg.FAR
+        places = (-(-counts.sum(1) * round(100 * alpha) // 100)).clamp_min(1) - 1
+        threshold = neg.sort(descending=True).values.gather(1, places[:, None])
+        return ((logits >= threshold) & (logits > hardneg.FAR)).double()
+
+    names |= {"tau_plus": tau_plus, "beta": beta, "warm": t}
+    if rule == "top":
+        names["weigh"] = kept
+    return names["exact"]
+
+
 class TestTheorems:
     """What the papers prove holds here, and what none says of temperature, τ⁺ and Sinkhorn's rate.
 
@@ -214,8 +287,8 @@ class TestTheorems:
 
     SUMS = [(0, 1.197, 1.197), (1, 1.708, 2.106), (2, 2.401, 3.265), (4, 4.139, 5.147)]
 
-    @pytest.mark.parametrize("beta, exact, published", SUMS)
-    def test_eq_2_departs_from_its_definition(self, beta, exact, published):
+    @pytest.mark.parametrize("beta, truth, published", SUMS)
+    def test_eq_2_departs_from_its_definition(self, beta, truth, published):
         """Two classes: cosines N(0.6, 0.2²) with the own one, N(0, 0.3²) with the other."""
         quantiles, tau_plus, t = (np.arange(2000) + 0.5) / 2000, 0.1, 0.5
         own = np.clip(norm.ppf(quantiles, 0.6, 0.2), -1, 1) / t
@@ -223,15 +296,15 @@ class TestTheorems:
         candidates = np.concatenate([own, np.tile(other, 9)])  # p = 0.1 p⁺ + 0.9 p⁻
         tilt = np.exp(beta * candidates) * (np.arange(20000) >= 2000)
         defined = (tilt * np.exp(candidates)).sum() / tilt.sum()
-        close(defined, exact, 5e-4)
-        pos, neg = own[None], candidates[None]
-        log_w, log_w_pos = weigh("tilted", pos, neg, debias="exact", beta=beta)
-        of_others = log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos, "exact")
-        close(of_others.exp() / 20000, [defined], 1e-11)
-        weights = oracle.tilted(neg, beta), tau_plus, t, oracle.tilted(pos, beta)
-        eq_2 = oracle.published(pos, neg, *weights)
-        close(np.exp(eq_2[0]) / 20000, published, 5e-4)
-        close(log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos), eq_2, 1e-11)
+        close(defined, truth, 5e-4)
+        pos, neg = torch.tensor(own[None]), torch.tensor(candidates[None])
+        given = pos, neg, (beta * pos).exp(), (beta * neg).exp(), tau_plus, t
+        close(debias.exact(*given)[0].exp(), [defined], 1e-11)
+        eq_2 = debias.eq_2(*given)[0]
+        close(eq_2.exp(), [published], 5e-4)
+        log_w, log_w_pos = weigh("tilted", pos, neg, beta=beta)
+        found = log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos)
+        close(found - math.log(20000), eq_2, 1e-11)
 
     @pytest.mark.parametrize("classes", [2, 5])
     @given(**SAMPLES, t=st.floats(0.1, 2), beta=st.floats(0, 1000), eps=st.floats(1e-3, 2))
@@ -288,7 +361,7 @@ class TestTheorems:
         """Its loss is 1 − E x·x⁺ ≥ 0; that of the entropic coupling is at most ε log n lower."""
         x, y = normal(seed, 2, n, d)
         z, aligned = oracle.unit(x), (oracle.unit(x) * oracle.unit(y)).sum(1)
-        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T), "sqeuclidean", 0))
+        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T), "sqeuclidean"))
         plan = exact_coupling(cost)
         close((plan * cost).sum(), 0, 1e-9)
 
@@ -498,7 +571,7 @@ class TestTheorems:
         allowed = cosines > -INF
         assume(allowed.any(0).all() and feasible(allowed))
         cost = oracle.ground_cost(cosines)
-        kernel = -hardneg.ground_cost(torch.tensor(cosines), "sqeuclidean", 0) / epsilon
+        kernel = -hardneg.ground_cost(torch.tensor(cosines), "sqeuclidean") / epsilon
         f, g, _ = map(numpy, couple(kernel))
         u, v = epsilon * (f + math.log(a)), epsilon * (g + math.log(n))
         product = np.full((a, n), 1 / (a * n))
@@ -521,7 +594,7 @@ class TestTheorems:
     def test_without_marginals_the_minimiser_is_tilted(self, seed, a, n, t, epsilon):
         """E c + ε KL(q ‖ p) of another q exceeds that of q_β by ε KL(q ‖ q_β), β = t/ε."""
         logits = torch.tensor(masked_logits(seed, a, n))
-        free = hardneg.transported(masked(logits), torch.zeros(n), t, epsilon, "sqeuclidean", 0)
+        free = hardneg.transported(masked(logits), torch.zeros(n), t, epsilon, "sqeuclidean")
         log_w = infinite(torch.log_softmax(free, -1) + n_of(masked(logits)).log()[:, None])
         close(log_w, log_weights("tilted", logits, beta=t / epsilon), 1e-12)
         for row, weights in zip(numpy(logits), numpy(log_w.exp()), strict=True):
@@ -705,7 +778,7 @@ class TestTheorems:
         """The push on negatives has simclr's shares at t/(1 + β); for ot, at tε/(t + ε)."""
         cosines = masked_logits(seed, a, n) / 2
         neg, pos = torch.tensor(cosines / t), torch.zeros(a, 1, dtype=torch.float64)
-        by_ot = hardneg.transported(masked(neg), torch.zeros(n), t, epsilon, "sqeuclidean", 0)
+        by_ot = hardneg.transported(masked(neg), torch.zeros(n), t, epsilon, "sqeuclidean")
         for log_w, t_effective in (
             (log_weights("tilted", neg, beta=beta), t / (1 + beta)),
             (by_ot, t * epsilon / (t + epsilon)),
@@ -747,23 +820,25 @@ class TestTheorems:
 
     @given(**MATRICES, kappa=st.floats(-2, 4), epsilon=st.floats(0.3, 3))
     def test_kappa_is_epsilon_in_another_unit(self, seed, a, n, kappa, epsilon):
-        coupled = masked(masked_logits(seed, a, n) / 2), torch.zeros(n, dtype=torch.float64), 1.0
-        one = hardneg.transported(*coupled, epsilon, "exp", kappa)
-        other = hardneg.transported(*coupled, epsilon * math.exp(kappa), "exp", 0)
-        close(infinite(one), infinite(other), 1e-12)
+        """The cost exp(‖x − y‖² − κ) of [2] at ε is the cost exp(‖x − y‖²) at ε e^κ."""
+        cosines = masked_logits(seed, a, n) / 2
+        printed = -np.exp(2 - 2 * cosines - kappa) / epsilon
+        coupled = masked(cosines), torch.zeros(n, dtype=torch.float64), 1.0
+        found = hardneg.transported(*coupled, epsilon * math.exp(kappa), "exp")
+        close(infinite(found), np.where(cosines > -INF, printed, -INF), 1e-12)
 
     @pytest.mark.parametrize("beta, published", [(0, 1.492), (1, 2.558), (2, 4.258), (16, 6.050)])
     def test_eq_2_goes_to_the_own_class(self, beta, published):
-        """[1] Prop. 1 is of q_β⁻: on two atoms its sum stays e^{0.4}; that of Eq. 2 does not."""
+        """[1] Prop. 1 is of q_β⁻: on two atoms its mean stays e^{0.4}; that of Eq. 2 does not."""
         own, other, tau_plus, t = 0.9 / 0.5, 0.2 / 0.5, 0.1, 0.5
         candidates = [own] + [other] * 9  # p = 0.1 p⁺ + 0.9 p⁻
         pos, neg = torch.tensor([[own]]).double(), torch.tensor([candidates]).double()
         log_w = log_weights("tilted", neg, beta=beta)
         eq_2 = log_negatives(pos, neg, log_w, tau_plus, t).exp() / len(candidates)
         close(eq_2[0], published, 1e-3)
-        log_w_pos = log_w[:, :1]
-        exact = log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos, "exact").exp()
-        close(exact[0] / len(candidates), math.exp(other), 1e-5)  # at β = 16 ten digits cancel
+        given = pos, neg, (beta * pos).exp(), (beta * neg).exp(), tau_plus, t
+        close(debias.eq_2(*given)[0].exp(), eq_2, 1e-12)
+        close(debias.exact(*given)[0].exp(), [math.exp(other)], 1e-5)  # at β = 16 ten digits cancel
 
     @given(**SEEDS, n=st.integers(2, 20), t=st.floats(0.1, 3))
     def test_entropy_of_the_push_rises_with_the_temperature(self, seed, n, t):
@@ -890,3 +965,105 @@ class TestTheorems:
         error = (distances.argmin(-1) != np.arange(2)[:, None]).mean()
         assert error - 1e-12 <= 1 - math.sqrt(1 - epsilon) <= epsilon + 1e-12
         assert epsilon <= above / 2 + 1e-12
+
+
+class TestExactDebiasing:
+    """The estimate that follows from q⁻ ∝ w p⁻, in debias.py and as a recipe of the tutorial."""
+
+    @at_least(50)
+    @given(
+        **SEEDS,
+        rule=st.sampled_from(["uniform", "tilted", "hardest", "top"]),
+        of_class=st.integers(1, 5),
+        others=st.integers(1, 8),
+    )
+    def test_is_the_mean_over_other_classes(self, seed, rule, of_class, others):
+        """Where the candidates of the anchor's class are its positives, p = τ⁺ p⁺ + τ⁻ p⁻ holds."""
+        pos, rest = normal(seed, 1, of_class), normal(seed + 1, 1, others)
+        neg, tau_plus = np.concatenate([pos, rest], 1), of_class / (of_class + others)
+        of_both = log_weights_of_both(rule, pos, neg, beta=1.3, alpha=0.4)
+        w_pos, w = (torch.tensor(log_w).exp() for log_w in of_both)
+        of_others = w[:, of_class:]
+        assume(of_others.sum() > 0)  # else only the own class is kept
+        truth = (of_others * torch.tensor(rest).exp()).sum() / of_others.sum()
+        given = torch.tensor(pos), torch.tensor(neg), w_pos, w, tau_plus, 0.1  # a low floor
+        close(debias.exact(*given)[0].exp(), truth[None], 1e-10)
+
+    @pytest.mark.parametrize("w_pos, nothing_left", [(0.4, False), (4.0, True)])
+    def test_is_no_more_than_the_nearest(self, w_pos, nothing_left):
+        """Far positives would leave more. If they have more than all weight, they leave nothing."""
+        pos, neg = torch.tensor([[0.0]]).double(), torch.tensor([[-1.0, 1.5]]).double()
+        given = torch.tensor([[w_pos]]), torch.tensor([[0.0, 1.0]]), 0.5, 1.0
+        found, is_empty = debias.exact(pos, neg, *given)
+        floor = math.log(math.exp(-1) + math.exp(1.5) - 1)  # of w = 1
+        close(found, [floor if nothing_left else 1.5], 1e-12)
+        assert is_empty.item() is nothing_left
+
+    def test_nothing_is_left_where_positives_are_views(self):
+        """Views are too near for samples of a class, which would have more than all weight."""
+        x = normal(0, 20, 8)
+        pos, neg = (torch.tensor(cosines) / 0.2 for cosines in similarities(x, x + 0.01))
+        assert debias.exact(pos, neg, pos.exp(), neg.exp(), 0.1, 0.2)[1].float().mean() > 0.9
+
+    @given(
+        **SEEDS,
+        m=st.integers(1, 4),
+        n=st.integers(1, 8),
+        beta=st.floats(0, 3),
+        t=st.floats(0.3, 2),
+        tau_plus=st.sampled_from([0.05, 0.1, 0.3]),
+    )
+    def test_limits(self, seed, m, n, beta, t, tau_plus):
+        """floor ≤ G ≤ cap; Eq. 2 at β = 0; else Eq. 2 with the share τ_i = τ⁺ E⁺[w] / E[w]."""
+        pos, neg = (torch.tensor(rng(seed + k).uniform(-1, 1, (3, k))) / t for k in (m, n))
+        of_both = (beta * pos).exp(), (beta * neg).exp()
+        found, nothing_left = debias.exact(pos, neg, *of_both, tau_plus, t)
+        plain = torch.ones_like(pos), torch.ones_like(neg), tau_plus, t
+        floor, clamped = debias.eq_2(pos, neg, *plain)
+        by_loops = exact_by_loops(pos, neg, beta * pos, beta * neg, tau_plus, t)
+        close(found + of_both[1].sum(1).log(), by_loops, 1e-10)
+        cap = torch.maximum(neg.amax(1), floor)
+        assert (found >= floor).all() and (found <= cap).all()
+        assert (floor >= -1 / t).all() and (found[nothing_left] == floor[nothing_left]).all()
+        unclamped = ~clamped & (floor <= neg.amax(1))  # Eq. 2 has no cap
+        of_plain, _ = debias.exact(pos, neg, *plain)
+        close(of_plain[unclamped], floor[unclamped], 1e-12)
+        shares = tau_plus * of_both[0].mean(1) / of_both[1].mean(1)
+        inside = (floor < found) & (found < cap)
+        by_share, _ = debias.eq_2(pos, neg, *of_both, shares, t)
+        close(by_share[inside], found[inside], 1e-9)
+
+    @pytest.mark.parametrize("rule", ["uniform", "tilted", "top"])
+    @at_least(30)
+    @given(
+        **SEEDS,
+        m=st.integers(1, 5),
+        k=st.integers(2, 9),
+        hidden=st.sampled_from([0, 0.4, 0.9]),
+        beta=st.floats(0.1, 3),
+        t=st.floats(0.3, 2),
+        tau_plus=st.sampled_from([0.05, 0.1, 0.3]),
+    )
+    def test_the_recipe_is_the_oracles(self, rule, seed, m, k, hidden, beta, t, tau_plus):
+        """Value and gradient, also of anchors without a positive, a candidate or both."""
+        x, alpha, random = normal(seed, 4 + k, 3), 0.35, rng(seed)
+        index, mask = random.integers(-1, k, (4, m)), random.random((4, k)) >= hidden
+        index[0] = -1
+        if hidden == 0.9:
+            mask[:2] = False
+        masks = {"positive_index": torch.tensor(index), "negative_mask": torch.tensor(mask)}
+
+        def by_loops(pos, neg, log_w):
+            of_both = log_weights_of_both(rule, pos, neg, beta, alpha)
+            rest = exact_by_loops(pos, neg, *of_both, tau_plus, t)
+            return oracle.nce(pos, rest[:, None], np.zeros((len(pos), 1)))
+
+        def loss(rows):
+            options = {"negatives": rows[4:], "temperature": t, "objective": by_loops}
+            return oracle.contrastive_loss(rows[:4], **options, **masks)
+
+        recipe = recipe_of(rule, beta if rule == "tilted" else 0.0, alpha, tau_plus, t)
+        inputs = torch.tensor(x, requires_grad=True)
+        options = {"negatives": inputs[4:], "temperature": t, "objective": recipe}
+        value = contrastive_loss(inputs[:4], **options, **masks)
+        same(with_slope(value, inputs), (loss(x), oracle.gradient(loss, x)), 1e-10)
