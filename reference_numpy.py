@@ -15,7 +15,7 @@ with this file, in value and in gradient. The two files share no code.
     τ⁺         tau_plus              probability that a candidate has the anchor's class: a number
                                      for all anchors, or one for each
     β, α       beta, alpha           concentration of `tilted`; share of the candidates `top` keeps
-    ε, κ       epsilon, kappa        entropic regularisation; offset of the exponential ground cost
+    ε          epsilon               entropic regularisation, in units of the ground cost
     η          margin                margin of the triplet loss
     f, v, z    x, y, v, z    (n, D)  embeddings
 
@@ -36,7 +36,6 @@ References
 import cmath
 import math
 from fractions import Fraction
-from functools import partial
 
 import numpy as np
 
@@ -103,17 +102,6 @@ def _log_sum_exp(values):
 
 
 # ---- 1. Weights: logits (A, N) → log weights (A, N), −∞ where the logits are ---------------------
-def unit(x):
-    """Project rows (…, D) to the unit sphere: x_i / √(Σ_d x_id²).
-    A zero row stays zero and has gradient zero. In `hardneg.unit` its gradient passes unchanged."""
-    shape, out = np.shape(x), []
-    for row in _lists(np.reshape(x, (-1, shape[-1]))):
-        is_zero = all(v.real == 0 for v in row)
-        norm = _product(row, row) ** 0.5  # no conjugate, so it is analytic
-        out.append([0.0 if is_zero else v / norm for v in row])
-    return np.array(out).reshape(shape)
-
-
 def _by_row(rule, logits):
     """Apply a rule to every row. A rule takes the finite logits and returns their log weights."""
     logits = _double(logits)
@@ -171,17 +159,24 @@ def top(logits, alpha=0.3):
     return _by_row(rule, logits)
 
 
-def ground_cost(cosines, cost="sqeuclidean", kappa=0.0):
+def ground_cost(cosines, cost="sqeuclidean"):
     """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5 and VII-C"""
     if cost == "sqeuclidean":
         return 1 - cosines  # ½‖x − y‖²
-    return np.exp(2 - 2 * cosines - kappa)  # "exp": exp(‖x − y‖² − κ)
+    return np.exp(2 - 2 * cosines)  # "exp": exp(‖x − y‖²)
 
 
-def _log_kernel(logits, epsilon, cost, kappa, temperature):
+def _log_kernel(logits, epsilon, cost, temperature):
     """Return −C/ε, with cos = temperature · logit. A masked entry has the cost +∞."""
-    costs = partial(ground_cost, cost=cost, kappa=kappa)
-    return _by_row(lambda s: [-costs(temperature * v) / epsilon for v in s], logits)
+    return _by_row(lambda s: [-ground_cost(temperature * v, cost) / epsilon for v in s], logits)
+
+
+def transported(logits, epsilon=0.2, cost="sqeuclidean", temperature=1.0):
+    """Count candidates by the entropic coupling P* at cost C(cos)/ε: w_ij = N_i P*_ij / Σ_k P*_ik.
+    Ref: [2] Eq. 5, 8, Lemma 3"""
+    log_kernel = _log_kernel(logits, epsilon, cost, temperature)
+    _, g = sinkhorn(log_kernel)
+    return _by_row(_mean_one, log_kernel + g[None, :])  # P_ij / Σ_k P_ik has no e^{f_i}
 
 
 def sinkhorn(log_kernel, max_steps=100000):
@@ -220,14 +215,6 @@ def sinkhorn(log_kernel, max_steps=100000):
     return plan, g_all
 
 
-def transported(logits, epsilon=0.2, cost="sqeuclidean", kappa=0.0, temperature=1.0):
-    """Count candidates by the entropic coupling P* at cost C(cos)/ε: w_ij = N_i P*_ij / Σ_k P*_ik.
-    Ref: [2] Eq. 5, 8, Lemma 3"""
-    log_kernel = _log_kernel(logits, epsilon, cost, kappa, temperature)
-    _, g = sinkhorn(log_kernel)
-    return _by_row(_mean_one, log_kernel + g[None, :])  # P_ij / Σ_k P_ik has no e^{f_i}
-
-
 def weigh_alike(weights, pos, neg, beta=0.5, alpha=0.3, coupling=None):
     """Weigh positives by the function of the logit that weighs the candidates: log w⁺ (A, M).
     weights is a name or a function. `tilted` has e^{β p_im} over the candidates' Z_β. `top` and
@@ -256,107 +243,11 @@ def weigh_alike(weights, pos, neg, beta=0.5, alpha=0.3, coupling=None):
 
 # ---- 2. Objectives: pos (A, M), neg (A, N), log w (A, N) → losses (A,) ---------------------------
 #    nce, ppcl and decoupled act on logits, simple and triplet on cosines
-def _weighted_mean(values, log_w):
-    """Return Σ w v / Σ w, or 0 if there is no value."""
-    shift = _largest(log_w).real  # numerics: as in _log_sum_exp
-    w = [_exp(v - shift) for v in log_w]
-    return _product(w, values) / sum(w) if w else 0.0
-
-
-def _published_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
-    """Return `published` of one anchor, and whether the floor binds."""
-    places = _finite(neg, log_w)
-    if not places:
-        return -INF, False
-    terms = [neg[j] + log_w[j] for j in places]
-    if tau_plus == 0:
-        return _log_sum_exp(terms), False
-    positives = _finite(pos, log_w_pos)
-    if not positives:  # none has weight: all count the same
-        positives, log_w_pos = _finite(pos), [0.0] * len(pos)
-    shift = _largest(terms + [pos[m] for m in positives]).real  # numerics: as in _log_sum_exp
-    weighted = sum(_exp(term - shift) for term in terms)
-    total = sum(_exp(log_w[j]) for j in places)
-    own_class = [_exp(pos[m] - shift) for m in positives]
-    expectation = _weighted_mean(own_class, [log_w_pos[m] for m in positives])
-    value = (weighted - total * tau_plus * expectation) / (1 - tau_plus)
-    floor = total * _exp(-1 / temperature - shift)  # the paper's, not for the numerics
-    if value.real > floor.real:
-        return shift + _log(value), False
-    return _log(total) - 1 / temperature, True  # written out, because `floor` may underflow
-
-
-def _exact_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
-    """Return `exact` of one anchor, and whether nothing is left."""
-    places = _finite(neg, log_w)
-    if not places:
-        return -INF, False
-    positives = _finite(pos, log_w_pos)
-    n, m = len(_finite(neg)), max(1, len(_finite(pos)))
-    total = sum(_exp(log_w[j]) for j in places)
-    shift = _largest(neg + pos).real  # numerics: as in _log_sum_exp
-    above = sum(_exp(log_w[j] + neg[j] - shift) for j in places) / n
-    above -= tau_plus * sum(_exp(log_w_pos[k] + pos[k] - shift) for k in positives) / m
-    below = total / n
-    below -= tau_plus * sum(_exp(log_w_pos[k]) for k in positives) / m
-    alike = [0.0] * len(neg), [0.0] * len(pos)
-    plain, _ = _published_row(pos, neg, *alike, tau_plus, temperature)
-    floor = plain - math.log(n) + _log(total)
-    if above.real <= 0 or below.real <= 0:
-        return floor, True
-    value = _log(total) + shift + _log(above / below)
-    cap = _log(total) + _largest(neg)
-    if value.real > cap.real:
-        value = cap
-    return _largest([floor, value]), False
-
-
-def _each_anchor(row, pos, neg, log_w, tau_plus, temperature, log_w_pos, return_clamped):
-    """Return the values that a row gives for every anchor, or whether they are clamped."""
-    taus = np.broadcast_to(tau_plus, len(pos))
-    log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    anchors = _together(pos, neg, log_w, log_w_pos, taus)
-    return np.array([row(*anchor, temperature)[int(return_clamped)] for anchor in anchors])
-
-
-def published(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
-    """Compute the log of the debiased sum over negatives, −∞ without candidates:
-
-        log max( (Σ_j w_ij e^{s_ij} − W_i τ⁺ E⁺_i) / (1 − τ⁺), W_i e^{−1/t} )
-
-    E⁺_i = Σ_m w⁺_im e^{p_im} / Σ_m w⁺_im, the plain mean if all w⁺_im are 0. W_i = Σ_j w_ij stands
-    for Q; it is N_i for weights of mean 1. At τ⁺ = 0 there is no floor. Fig. 5 prints the floor
-    without W_i, but e^{−1/t} bounds a mean of e^{cos/t}, not a sum. W_i τ⁺ E⁺_i is the expected sum
-    over false negatives only if the weights are uniform.
-    return_clamped: at which anchors the floor binds. Ref: [1] Eq. 2, Fig. 5"""
-    settings = tau_plus, temperature, log_w_pos, return_clamped
-    return _each_anchor(_published_row, pos, neg, log_w, *settings)
-
-
-def exact(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
-    """Compute the log of the sum over true negatives, −∞ without candidates: W_i times
-
-        E_{q⁻}[e^s] = (E_p[w e^s] − τ⁺ E_{p⁺}[w e^v]) / (E_p[w] − τ⁺ E_{p⁺}[w])
-
-    which follows from q⁻ ∝ w p⁻ and p = τ⁺ p⁺ + (1 − τ⁺) p⁻; w and w⁺ are one function of s and v.
-    It is kept between two bounds: at most max e^s, at least the published mean for w = 1. Where a
-    difference is not positive, as few positives are a bad estimate of p⁺, it is the lower bound.
-    return_clamped: at which anchors a difference is not positive.
-    Ref: [1], q_β⁻, defined above Eq. 2"""
-    settings = tau_plus, temperature, log_w_pos, return_clamped
-    return _each_anchor(_exact_row, pos, neg, log_w, *settings)
-
-
-def debiased(*arguments, debias="published", **options):
-    """Compute `published` or `exact` by its name."""
-    return {"published": published, "exact": exact}[debias](*arguments, **options)
-
-
 def nce(pos, neg, log_w, **debiasing):
-    """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{debiased_i}) ), 0 without candidates.
+    """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{published_i}) ), 0 without candidates.
     Positives are pooled inside the logarithm, as in Fig. 5. `each` averages outside.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
-    negative = debiased(pos, neg, log_w, **debiasing)
+    negative = published(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
         losses.append(_log_sum_exp(p + [n]) - _log_sum_exp(p))
@@ -364,12 +255,39 @@ def nce(pos, neg, log_w, **debiasing):
 
 
 def each(pos, neg, log_w, **debiasing):
-    """Compute −(1/M_i) Σ_m log( e^{p_im} / (e^{p_im} + e^{debiased_i}) ). Ref: [1] Eq. 2"""
-    negative = debiased(pos, neg, log_w, **debiasing)
+    """Compute −(1/M_i) Σ_m log( e^{p_im} / (e^{p_im} + e^{published_i}) ). Ref: [1] Eq. 2"""
+    negative = published(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
         losses.append(_mean([_log_sum_exp([p[m], n]) - p[m] for m in _finite(p)]))
     return np.array(losses)
+
+
+def ppcl(pos, neg, log_w, **debiasing):
+    """Compute −(1/M_i) Σ_m log( e^{p_im} / (Σ_m' e^{p_im'} + e^{published_i}) ). Ref: [3] Eq. 8"""
+    negative = published(pos, neg, log_w, **debiasing)
+    losses = []
+    for n, p in _together(negative, pos):
+        log_denominator = _log_sum_exp(p + [n])
+        losses.append(_mean([log_denominator - p[m] for m in _finite(p)]))
+    return np.array(losses)
+
+
+def decoupled(pos, neg, log_w, **debiasing):
+    """Compute −log( Σ_m e^{p_im} / e^{published_i} ), without positives in the denominator.
+    It is 0 without candidates. Ref: [12] Eq. 6"""
+    negative = published(pos, neg, log_w, **debiasing)
+    losses = []
+    for n, p in _together(negative, pos):
+        losses.append(n - _log_sum_exp(p) if n.real > -INF else 0.0)
+    return np.array(losses)
+
+
+def _weighted_mean(values, log_w):
+    """Return Σ w v / Σ w, or 0 if there is no value."""
+    shift = _largest(log_w).real  # numerics: as in _log_sum_exp
+    w = [_exp(v - shift) for v in log_w]
+    return _product(w, values) / sum(w) if w else 0.0
 
 
 def simple(pos, neg, log_w):
@@ -398,24 +316,44 @@ def triplet(pos, neg, log_w, margin=0.0):
     return np.array(losses)
 
 
-def ppcl(pos, neg, log_w, **debiasing):
-    """Compute −(1/M_i) Σ_m log( e^{p_im} / (Σ_m' e^{p_im'} + e^{debiased_i}) ). Ref: [3] Eq. 8"""
-    negative = debiased(pos, neg, log_w, **debiasing)
-    losses = []
-    for n, p in _together(negative, pos):
-        log_denominator = _log_sum_exp(p + [n])
-        losses.append(_mean([log_denominator - p[m] for m in _finite(p)]))
-    return np.array(losses)
+def _published_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
+    """Return `published` of one anchor, and whether the floor binds."""
+    places = _finite(neg, log_w)
+    if not places:
+        return -INF, False
+    terms = [neg[j] + log_w[j] for j in places]
+    if tau_plus == 0:
+        return _log_sum_exp(terms), False
+    positives = _finite(pos, log_w_pos)
+    if not positives:  # none has weight: all count the same
+        positives, log_w_pos = _finite(pos), [0.0] * len(pos)
+    shift = _largest(terms + [pos[m] for m in positives]).real  # numerics: as in _log_sum_exp
+    weighted = sum(_exp(term - shift) for term in terms)
+    total = sum(_exp(log_w[j]) for j in places)
+    own_class = [_exp(pos[m] - shift) for m in positives]
+    expectation = _weighted_mean(own_class, [log_w_pos[m] for m in positives])
+    value = (weighted - total * tau_plus * expectation) / (1 - tau_plus)
+    floor = total * _exp(-1 / temperature - shift)  # the paper's, not for the numerics
+    if value.real > floor.real:
+        return shift + _log(value), False
+    return _log(total) - 1 / temperature, True  # written out, because `floor` may underflow
 
 
-def decoupled(pos, neg, log_w, **debiasing):
-    """Compute −log( Σ_m e^{p_im} / e^{debiased_i} ), without positives in the denominator.
-    It is 0 without candidates. Ref: [12] Eq. 6"""
-    negative = debiased(pos, neg, log_w, **debiasing)
-    losses = []
-    for n, p in _together(negative, pos):
-        losses.append(n - _log_sum_exp(p) if n.real > -INF else 0.0)
-    return np.array(losses)
+def published(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
+    """Compute the log of the debiased sum over negatives, −∞ without candidates:
+
+        log max( (Σ_j w_ij e^{s_ij} − W_i τ⁺ E⁺_i) / (1 − τ⁺), W_i e^{−1/t} )
+
+    E⁺_i = Σ_m w⁺_im e^{p_im} / Σ_m w⁺_im, the plain mean if all w⁺_im are 0. W_i = Σ_j w_ij stands
+    for Q; it is N_i for weights of mean 1. At τ⁺ = 0 there is no floor. Fig. 5 prints the floor
+    without W_i, but e^{−1/t} bounds a mean of e^{cos/t}, not a sum. W_i τ⁺ E⁺_i is the expected sum
+    over false negatives only if the weights are uniform.
+    return_clamped: at which anchors the floor binds. Ref: [1] Eq. 2, Fig. 5"""
+    taus = np.broadcast_to(tau_plus, len(pos))
+    log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
+    anchors = _together(pos, neg, log_w, log_w_pos, taus)
+    found = [_published_row(*anchor, temperature) for anchor in anchors]
+    return np.array([row[int(return_clamped)] for row in found])
 
 
 # ---- 3. The loss ---------------------------------------------------------------------------------
@@ -436,6 +374,17 @@ HAVE_TAU = ("debiased", "hcl")  # losses whose τ⁺ is 1/(N_i + 1) if it is not
 RULES = {rule.__name__: rule for rule in (uniform, tilted, hardest, top, transported)}
 # objectives that have τ⁺
 DEBIASED = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}
+
+
+def unit(x):
+    """Project rows (…, D) to the unit sphere: x_i / √(Σ_d x_id²).
+    A zero row stays zero and has gradient zero. In `hardneg.unit` its gradient passes unchanged."""
+    shape, out = np.shape(x), []
+    for row in _lists(np.reshape(x, (-1, shape[-1]))):
+        is_zero = all(v.real == 0 for v in row)
+        norm = _product(row, row) ** 0.5  # no conjugate, so it is analytic
+        out.append([0.0 if is_zero else v / norm for v in row])
+    return np.array(out).reshape(shape)
 
 
 def _limit(positives, absolute_margin, relative_margin):
@@ -516,7 +465,7 @@ def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
     (1/N_i) Σ_j (cos_ij − mean_i)²"""
     clamped = [0.0] * len(pos)
     if objective in DEBIASED:
-        clamped = _lists(debiased(pos, neg, log_w, **debiasing, return_clamped=True))
+        clamped = _lists(published(pos, neg, log_w, **debiasing, return_clamped=True))
     counts, effective, variances = [], [], []
     for s, log_weights in _together(cosines, log_w):
         places = _finite(s)
@@ -547,7 +496,6 @@ def contrastive_loss(
     alpha=0.3,
     epsilon=0.2,
     cost="sqeuclidean",
-    kappa=0.0,
     margin=0.0,
     negatives=None,
     positive_index=None,
@@ -558,7 +506,6 @@ def contrastive_loss(
     relative_margin=None,
     normalize=True,
     detach_weights=None,
-    debias="published",
     reduction="mean",
     return_stats=False,
 ):
@@ -590,7 +537,7 @@ def contrastive_loss(
         tau_plus = 0.0
 
     # 2. How much does each one count?
-    coupling = {"epsilon": epsilon, "cost": cost, "kappa": kappa, "temperature": temperature}
+    coupling = {"epsilon": epsilon, "cost": cost, "temperature": temperature}
     options = {"tilted": {"beta": beta}, "top": {"alpha": alpha}, "transported": coupling}
     seen, seen_pos = neg, pos
     if detach_weights:
@@ -600,12 +547,11 @@ def contrastive_loss(
     if log_weights is not None:
         log_w = log_w + np.asarray(log_weights)
     log_w_pos = uniform(seen_pos)
-    if debias == "exact" or np.any(tau_plus) and pos.shape[1] > 1:  # a mean of one has no weights
+    if np.any(tau_plus) and pos.shape[1] > 1:  # a mean of one has no weights
         log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha, coupling)
 
     # 3. What is done with them?
-    debiasing = {"tau_plus": tau_plus, "temperature": temperature}
-    debiasing |= {"log_w_pos": log_w_pos, "debias": debias}
+    debiasing = {"tau_plus": tau_plus, "temperature": temperature, "log_w_pos": log_w_pos}
     losses = _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing)
     has_positive = [bool(_finite(row)) for row in pos]
     losses = np.where(has_positive, losses, 0)

@@ -290,7 +290,7 @@ def weights_of(z: Tensor, options) -> Tensor:
         return pos[:, 0]
 
     given = {name: getattr(options, name) for name in hardneg.DEFAULTS if name in vars(options)}
-    given |= {"objective": keep, "debias": "published", "block_size": 0}
+    given |= {"objective": keep, "block_size": 0}
     hardneg.contrastive_loss(z, negatives=z, positive_index=torch.arange(len(z)), **given)
     return seen[0].exp()
 

@@ -497,7 +497,7 @@ class TestOptions:
 
         as_it_is = loss_and_slope()
         others = {"temperature": 0.4, "tau_plus": 0.003, "beta": 0.3, "epsilon": 0.7}
-        others |= {"cost": "sqeuclidean", "kappa": 0.2, "alpha": 0.6, "margin": 1.5}
+        others |= {"cost": "sqeuclidean", "alpha": 0.6, "margin": 1.5}
         others |= {"detach_weights": options.weights != "transported"}
         for name, other in others.items():
             changed = not torch.equal(loss_and_slope(**{name: other}), as_it_is)
@@ -527,7 +527,7 @@ class TestSummary:
 
 # a command | what is true of its training
 BUILT = """
---loss ot --cost exp --kappa 2 | loss['weights'] == 'transported'; loss['kappa'] == 2
+--loss ot --cost exp --epsilon 2 | loss['weights'] == 'transported'; loss['epsilon'] == 2
 --loss triplet --margin .2 | loss['objective'] == 'triplet'
 --beta 2 --tau-plus .4 | loss['beta'] == 2; loss['tau_plus'] == 0.4
 --method bank --momentum .3 | method.bank.momentum == 0.3
@@ -629,7 +629,7 @@ class TestCommand:
         assert run.returncode == 0 and "images/s" in run.stderr, run.stderr  # the bar
         for text in ("raw pixels", "untrained encoder", "trained encoder"):
             assert f"\n{text}" in run.stdout
-        assert "temperature 0.07, debias published, alpha 0.3" in run.stdout
+        assert "temperature 0.07, alpha 0.3" in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
         names = "loss method data seed epochs device seconds options history versions".split()
