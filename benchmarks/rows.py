@@ -97,7 +97,7 @@ cost on cifar10, seeds 0 1 2: {SHORT} --temperature 0.2 --loss ot --epsilon 0.3
     # [2], VII-C, Fig. 1
     sqeuclidean: --cost sqeuclidean
     exp-0: --cost exp
-    exp-2: --cost exp --kappa 2
+    exp-2: --cost exp --epsilon 2.2167168  # recorded as ε = 0.3 with the κ of [2] at 2
 alpha on cifar10, seeds 100: {SHORT} --temperature 0.2
     hard-{a}: --loss hard --alpha {a}
     {a} = 0.01 0.03 0.1 0.3 1

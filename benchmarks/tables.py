@@ -342,7 +342,7 @@ weights gain, in the mean over four objectives | [2]
     tilted | objectives | tilted − no weights
     the coupling | objectives | coupling − no weights
 the cost `exp` is better | [2]
-    κ = 0 | cost | exp-0 − sqeuclidean
+    ε = 0.3 | cost | exp-0 − sqeuclidean
 `simclr` is less uniform at a larger t | [4]
     t = 1 over 0.2 | temperature | simclr-1.0 − simclr-0.2 | uniformity
 … and less uniform than `hard` | [4]

@@ -127,6 +127,9 @@ class TestStudies:
                 now = plan[row][0]
                 settled = hardneg.settle({name: getattr(now, name) for name in train.CRITERION})
                 for was in (run["options"] for run in recorded[row]):
+                    if was.get("kappa"):  # once an option of the cost `exp`, which rescales ε
+                        scaled = was["epsilon"] * math.exp(was["kappa"])
+                        was = was | {"epsilon": round(scaled, 7)}
                     for name in filter(now.has_effect, train.CRITERION):
                         if was.get(name) is not None:  # older records leave None open
                             assert was[name] == settled[name], (path.stem, row, name)
