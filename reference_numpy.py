@@ -1,28 +1,30 @@
 """Hard-negative contrastive learning, formula by formula, in plain float64 NumPy.
 
-This file states slowly what the papers state, with one loop or one sum() for each sum sign. So a
-reader can compare every line with the equation in its docstring. The tests compare `hardneg.py`
-with this file, in value and in gradient. The two files share no code.
+This file states slowly what the papers state. Each sum sign is one loop or one sum(). So you can
+compare each line with the equation in its docstring. The tests compare `hardneg.py` with this file,
+in value and in gradient. The two files share no code.
 
     symbol     name here     shape   meaning
-    s_ij       neg, logits   (A, N)  cosine of anchor i and candidate j, over t; −∞: not a negative
-    p_im       pos           (A, M)  cosine of anchor i and its positive m, over t; −∞: no positive
-    log w_ij   log_w         (A, N)  log importance weight of a candidate; −∞: it does not count
+    s_ij       neg, logits   (A, N)  cosine of anchor i and candidate j, over t; −∞ if j is not a
+                                     negative of i
+    p_im       pos           (A, M)  cosine of anchor i and its positive m, over t; −∞ if i has
+                                     fewer positives
+    log w_ij   log_w         (A, N)  log importance weight of a candidate; −∞ if it does not count
     log w⁺_im  log_w_pos     (A, M)  log importance weight of a positive
     N_i, M_i                         number of finite entries in row i
-    t, τ       temperature           a logit is cos/t, as in [4] and the code of [1]; in the text of
-                                     [1] rows have the length 1/t, so its logit is cos/t²
-    τ⁺         tau_plus              probability that a candidate has the anchor's class: a number
+    t, τ       temperature           a logit is cos/t, as in [4] and the code of [1]; the text of
+                                     [1] has rows of length 1/t, so its logit is cos/t²
+    τ⁺         tau_plus              probability that a candidate has the anchor's class; a number
                                      for all anchors, or one for each
     β, α       beta, alpha           concentration of `tilted`; share of the candidates `top` keeps
-    ε          epsilon               entropic regularisation, in units of the ground cost
+    ε          epsilon               entropic regularisation of `transported`, in units of its cost
     η          margin                margin of the triplet loss
     f, v, z    x, y, v, z    (n, D)  embeddings
 
-Gradients are complex steps: ∂f/∂x_k = Im f(x + i h e_k) / h has no subtraction, so it is exact to
-rounding at h = 1e-30. For this the losses, and what they call, accept complex input and are
-analytic in it: they compare real parts, without conjugate or modulus. A weight without its
-imaginary part is detached.
+Gradients are complex steps. The formula ∂f/∂x_k = Im f(x + i h e_k) / h has no subtraction, so at
+h = 1e-30 it is exact up to rounding. It needs losses that take complex numbers and are analytic in
+them. So the code compares real parts, and it uses neither a conjugate nor a modulus. A weight that
+loses its imaginary part is detached, because no gradient flows through it.
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -49,7 +51,7 @@ def _double(x):
 
 
 def _lists(x):
-    """Return x as nested lists: Python's own doubles are as exact as NumPy's, faster in loops."""
+    """Return x as nested lists. Python's doubles are as exact as NumPy's, and faster in loops."""
     return _double(x).tolist()
 
 
@@ -96,14 +98,14 @@ def _log_sum_exp(values):
     shift = _largest(values).real
     if shift == -INF:
         return -INF
-    # Numerics: e^v may overflow, so the largest v is subtracted first and added again at the end.
+    # e^v may overflow, so the largest v is subtracted first and added again at the end.
     total = sum(_exp(v - shift) for v in values if v.real > -INF)
     return shift + _log(total)
 
 
 # ---- 1. Weights: logits (A, N) → log weights (A, N), −∞ where the logits are ---------------------
 def _by_row(rule, logits):
-    """Apply a rule to every row. A rule takes the finite logits and returns their log weights."""
+    """Apply a rule to each row. A rule takes the finite logits and returns their log weights."""
     logits = _double(logits)
     out = np.full_like(logits, -INF)
     for i, row in enumerate(logits.tolist()):
@@ -114,24 +116,29 @@ def _by_row(rule, logits):
 
 
 def _mean_one(scores):
-    """Return the logs of the weights e^score / ((1/N) Σ e^score), which have mean 1."""
+    """Return the logs of the weights e^score / ((1/N) Σ e^score), whose mean is 1."""
     log_mean = _log_sum_exp(scores) - math.log(len(scores))
     return [score - log_mean for score in scores]
 
 
 def uniform(logits):
-    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
+    """Count every candidate the same, log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
     return np.where(np.real(logits) > -INF, 0.0, -INF)
 
 
 def tilted(logits, beta=0.5):
-    """Count by similarity: w_ij = e^{β s_ij} / ((1/N_i) Σ_k e^{β s_ik}). Ref: [1] Eq. 2"""
+    """Count near candidates more.
+
+        w_ij = e^{β s_ij} / ((1/N_i) Σ_k e^{β s_ik})
+
+    Ref: [1] Eq. 2"""
     return _by_row(lambda s: _mean_one([beta * v for v in s]), logits)
 
 
 def hardest(logits):
-    """Count the nearest candidate alone: w_ij = N_i there, 0 elsewhere. Those that tie share N_i.
-    It is the limit β → ∞ of `tilted`. Ref: [1] Prop. 1; [4] Eq. 6"""
+    """Count the nearest candidate alone. Its weight is N_i, and all others are 0.
+    If several are nearest, they share N_i. This is the limit β → ∞ of `tilted`.
+    Ref: [1] Prop. 1; [4] Eq. 6"""
 
     def rule(s):
         nearest = _largest(s).real
@@ -142,15 +149,17 @@ def hardest(logits):
 
 
 def _quantile(values, alpha):
-    """Return the ⌈α n⌉-th largest real part of n values, at least the largest."""
-    share = Fraction(alpha).limit_denominator(10**6)  # ⌈0.07 · 100⌉ is 7, but 8 in floats
+    """Return the ⌈α n⌉-th largest real part of n values, or the largest if ⌈α n⌉ is 0."""
+    # ⌈0.07 · 100⌉ is 7, but floats would give 8
+    share = Fraction(alpha).limit_denominator(10**6)
     kept = max(1, math.ceil(share * len(values)))
     return sorted((v.real for v in values), reverse=True)[kept - 1]
 
 
 def top(logits, alpha=0.3):
-    """Count the upper α quantile alone: w_ij = 1 for s_ij ≥ s_α, 0 below. At least one stays.
-    s_α is the ⌈α N_i⌉-th largest logit. α is read as the nearest fraction. Ref: [4] Eq. 8, 9"""
+    """Count the upper α quantile alone. A weight is 1 if s_ij ≥ s_α, and 0 if not.
+    The threshold s_α is the ⌈α N_i⌉-th largest logit, so at least one candidate counts. α is first
+    rounded to a fraction with a denominator of at most 10⁶. Ref: [4] Eq. 8, 9"""
 
     def rule(s):
         threshold = _quantile(s, alpha)
@@ -160,33 +169,42 @@ def top(logits, alpha=0.3):
 
 
 def ground_cost(cosines, cost="sqeuclidean"):
-    """Compute the cost of coupling two unit rows from their cosine. Ref: [2] Eq. 5 and VII-C"""
+    """Compute the cost of coupling two unit rows x and y from their cosine.
+
+        "sqeuclidean"  ½‖x − y‖² = 1 − x·y        "exp"  exp(‖x − y‖²)
+
+    In [2] the second one is exp(‖x − y‖² − κ), where κ only rescales ε. For the coupling of [2] at
+    κ and ε, take ε e^κ here. Ref: [2] Eq. 5 and VII-C"""
     if cost == "sqeuclidean":
-        return 1 - cosines  # ½‖x − y‖²
-    return np.exp(2 - 2 * cosines)  # "exp": exp(‖x − y‖²)
+        return 1 - cosines
+    return np.exp(2 - 2 * cosines)
 
 
 def _log_kernel(logits, epsilon, cost, temperature):
-    """Return −C/ε, with cos = temperature · logit. A masked entry has the cost +∞."""
+    """Return −C/ε, where the cosine is temperature · logit. A masked entry has the cost +∞."""
     return _by_row(lambda s: [-ground_cost(temperature * v, cost) / epsilon for v in s], logits)
 
 
 def transported(logits, epsilon=0.2, cost="sqeuclidean", temperature=1.0):
-    """Count candidates by the entropic coupling P* at cost C(cos)/ε: w_ij = N_i P*_ij / Σ_k P*_ik.
+    """Count candidates by the entropic coupling P* with the cost C(cos)/ε.
+
+        w_ij = N_i P*_ij / Σ_k P*_ik
+
     Ref: [2] Eq. 5, 8, Lemma 3"""
     log_kernel = _log_kernel(logits, epsilon, cost, temperature)
     _, g = sinkhorn(log_kernel)
-    return _by_row(_mean_one, log_kernel + g[None, :])  # P_ij / Σ_k P_ik has no e^{f_i}
+    return _by_row(_mean_one, log_kernel + g[None, :])  # e^{f_i} cancels in P_ij / Σ_k P_ik
 
 
 def sinkhorn(log_kernel, max_steps=100000):
-    """Find the coupling P_ij = exp(f_i + K_ij + g_j), K = log_kernel, by scaling it in turn.
+    """Find the coupling P_ij = exp(f_i + K_ij + g_j) of K = log_kernel, and return P and g.
+    Rows and columns are scaled in turn.
 
         f_i = log a_i − log Σ_j e^{K_ij + g_j}          g_j = log b_j − log Σ_i e^{K_ij + f_i}
 
-    The marginals are uniform: a over the rows with a finite entry, b over such columns. The other
-    rows and columns have no mass. With K = −C/ε, P minimises [2] Eq. 5. Returns P and g, once f
-    stands still up to rounding. That takes very long where no coupling uses all finite entries.
+    The marginal a is uniform over the rows that have a finite entry, and b over such columns. All
+    other rows and columns have no mass. If K is −C/ε, then P minimises [2] Eq. 5. The loop ends
+    when f stands still up to rounding. It takes very long if no coupling uses all finite entries.
     Ref: [2] Eq. 5, 6, Lemma 3; Eq. 7 omits e^{g_j}"""
     log_kernel = _double(log_kernel)
     allowed = log_kernel.real > -INF
@@ -197,10 +215,10 @@ def sinkhorn(log_kernel, max_steps=100000):
     kernel = log_kernel[np.ix_(rows, columns)]
 
     def log_sums(x, axis):
-        shift = x.real.max(axis=axis, keepdims=True)  # numerics: as in _log_sum_exp
+        shift = x.real.max(axis=axis, keepdims=True)  # as in _log_sum_exp
         return np.squeeze(shift, axis) + np.log(np.exp(x - shift).sum(axis=axis))
 
-    imaginary = np.abs(kernel.imag).max() or 1.0  # of the complex step; it settles as well
+    imaginary = np.abs(kernel.imag).max() or 1.0  # the complex step has to stand still, too
     rounding = 1e-14 * (1 + np.abs(kernel[np.isfinite(kernel)]).max())
     f, g = np.full(len(rows), INF), np.zeros(len(columns))
     for _ in range(max_steps):
@@ -216,10 +234,11 @@ def sinkhorn(log_kernel, max_steps=100000):
 
 
 def weigh_alike(weights, pos, neg, beta=0.5, alpha=0.3, coupling=None):
-    """Weigh positives by the function of the logit that weighs the candidates: log w⁺ (A, M).
-    weights is a name or a function. `tilted` has e^{β p_im} over the candidates' Z_β. `top` and
-    `hardest` compare with the candidates' threshold. `transported` has e^{−C/ε}, up to a factor:
-    positives have no marginal. coupling: the options of `transported`."""
+    """Weigh each positive as a candidate with the same logit would be → log w⁺ (A, M).
+    weights is the name of a rule or a function. `tilted` has e^{β p_im} / Z_β, where Z_β is the
+    mean over the candidates. `top` and `hardest` compare with the candidates' threshold.
+    `transported` has e^{−C/ε} up to a factor, since positives have no marginal. Its options are in
+    coupling."""
     if callable(weights):
         return np.where(np.real(pos) > -INF, weights(pos), -INF)
     if weights == "transported":
@@ -227,7 +246,7 @@ def weigh_alike(weights, pos, neg, beta=0.5, alpha=0.3, coupling=None):
     out = np.full_like(_double(pos), -INF)
     for i, (p, s) in enumerate(_together(pos, neg)):
         s = [s[j] for j in _finite(s)]
-        for m in _finite(p) if s else []:  # without candidates no weight counts
+        for m in _finite(p) if s else []:  # without candidates there is nothing to weigh
             out[i, m] = 0.0
             if weights == "tilted":
                 log_partition = _log_sum_exp([beta * v for v in s]) - math.log(len(s))
@@ -242,10 +261,12 @@ def weigh_alike(weights, pos, neg, beta=0.5, alpha=0.3, coupling=None):
 
 
 # ---- 2. Objectives: pos (A, M), neg (A, N), log w (A, N) → losses (A,) ---------------------------
-#    nce, ppcl and decoupled act on logits, simple and triplet on cosines
+#    The first four and published act on logits. simple and triplet act on cosines.
+#    **debiasing holds the arguments of published after log_w. In formulas, published_i is the
+#    value of published for anchor i.
 def nce(pos, neg, log_w, **debiasing):
     """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{published_i}) ), 0 without candidates.
-    Positives are pooled inside the logarithm, as in Fig. 5. `each` averages outside.
+    Positives are added up inside the logarithm, as in Fig. 5. `each` averages outside.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
     negative = published(pos, neg, log_w, **debiasing)
     losses = []
@@ -274,8 +295,8 @@ def ppcl(pos, neg, log_w, **debiasing):
 
 
 def decoupled(pos, neg, log_w, **debiasing):
-    """Compute −log( Σ_m e^{p_im} / e^{published_i} ), without positives in the denominator.
-    It is 0 without candidates. Ref: [12] Eq. 6"""
+    """Compute −log( Σ_m e^{p_im} / e^{published_i} ), 0 without candidates.
+    Unlike `nce` it has no positives in the denominator. Ref: [12] Eq. 6"""
     negative = published(pos, neg, log_w, **debiasing)
     losses = []
     for n, p in _together(negative, pos):
@@ -285,7 +306,7 @@ def decoupled(pos, neg, log_w, **debiasing):
 
 def _weighted_mean(values, log_w):
     """Return Σ w v / Σ w, or 0 if there is no value."""
-    shift = _largest(log_w).real  # numerics: as in _log_sum_exp
+    shift = _largest(log_w).real  # as in _log_sum_exp
     w = [_exp(v - shift) for v in log_w]
     return _product(w, values) / sum(w) if w else 0.0
 
@@ -325,30 +346,31 @@ def _published_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
     if tau_plus == 0:
         return _log_sum_exp(terms), False
     positives = _finite(pos, log_w_pos)
-    if not positives:  # none has weight: all count the same
+    if not positives:  # if no positive has a weight, all count the same
         positives, log_w_pos = _finite(pos), [0.0] * len(pos)
-    shift = _largest(terms + [pos[m] for m in positives]).real  # numerics: as in _log_sum_exp
+    shift = _largest(terms + [pos[m] for m in positives]).real  # as in _log_sum_exp
     weighted = sum(_exp(term - shift) for term in terms)
     total = sum(_exp(log_w[j]) for j in places)
     own_class = [_exp(pos[m] - shift) for m in positives]
     expectation = _weighted_mean(own_class, [log_w_pos[m] for m in positives])
     value = (weighted - total * tau_plus * expectation) / (1 - tau_plus)
-    floor = total * _exp(-1 / temperature - shift)  # the paper's, not for the numerics
+    floor = total * _exp(-1 / temperature - shift)  # this floor is in the paper
     if value.real > floor.real:
         return shift + _log(value), False
-    return _log(total) - 1 / temperature, True  # written out, because `floor` may underflow
+    return _log(total) - 1 / temperature, True  # this is log floor, but floor may underflow
 
 
 def published(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
-    """Compute the log of the debiased sum over negatives, −∞ without candidates:
+    """Compute the log of the debiased sum over negatives, −∞ without candidates.
 
         log max( (Σ_j w_ij e^{s_ij} − W_i τ⁺ E⁺_i) / (1 − τ⁺), W_i e^{−1/t} )
+        E⁺_i = Σ_m w⁺_im e^{p_im} / Σ_m w⁺_im        W_i = Σ_j w_ij
 
-    E⁺_i = Σ_m w⁺_im e^{p_im} / Σ_m w⁺_im, the plain mean if all w⁺_im are 0. W_i = Σ_j w_ij stands
-    for Q; it is N_i for weights of mean 1. At τ⁺ = 0 there is no floor. Fig. 5 prints the floor
-    without W_i, but e^{−1/t} bounds a mean of e^{cos/t}, not a sum. W_i τ⁺ E⁺_i is the expected sum
-    over false negatives only if the weights are uniform.
-    return_clamped: at which anchors the floor binds. Ref: [1] Eq. 2, Fig. 5"""
+    E⁺_i is the plain mean if all w⁺_im are 0. W_i stands for the Q of [1], and is N_i for weights
+    of mean 1. W_i τ⁺ E⁺_i is the expected sum over false negatives if the weights are uniform. For
+    other weights it is not. Fig. 5 prints the floor without W_i, but e^{−1/t} bounds a mean of
+    e^{cos/t}, not a sum. At τ⁺ = 0 there is no floor. With return_clamped the result tells at which
+    anchors the floor binds instead. Ref: [1] Eq. 2, Fig. 5"""
     taus = np.broadcast_to(tau_plus, len(pos))
     log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
     anchors = _together(pos, neg, log_w, log_w_pos, taus)
@@ -370,19 +392,23 @@ PRESETS = {  # loss: (weights, objective)
     "ppcl": ("uniform", "ppcl"),
     "supcon": ("uniform", "ppcl"),
 }
-HAVE_TAU = ("debiased", "hcl")  # losses whose τ⁺ is 1/(N_i + 1) if it is not given; else it is 0
+# If τ⁺ is not given, it is 1/(N_i + 1) for these losses, and 0 for the others.
+HAVE_TAU = ("debiased", "hcl")
 RULES = {rule.__name__: rule for rule in (uniform, tilted, hardest, top, transported)}
-# objectives that have τ⁺
+# These objectives have τ⁺.
 DEBIASED = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}
 
 
 def unit(x):
-    """Project rows (…, D) to the unit sphere: x_i / √(Σ_d x_id²).
-    A zero row stays zero and has gradient zero. In `hardneg.unit` its gradient passes unchanged."""
+    """Project rows (…, D) to the unit sphere.
+
+        x_i / √(Σ_d x_id²)
+
+    A zero row stays zero. Its gradient is zero here, but passes unchanged in `hardneg.unit`."""
     shape, out = np.shape(x), []
     for row in _lists(np.reshape(x, (-1, shape[-1]))):
         is_zero = all(v.real == 0 for v in row)
-        norm = _product(row, row) ** 0.5  # no conjugate, so it is analytic
+        norm = _product(row, row) ** 0.5  # without a conjugate this is analytic
         out.append([0.0 if is_zero else v / norm for v in row])
     return np.array(out).reshape(shape)
 
@@ -406,7 +432,7 @@ def _own_rows(positive_index, a):
 
 
 def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, objective):
-    """Return the cosines of anchors with positives (A, M) and with candidates (A, N), else −∞."""
+    """Return the cosines of anchors with positives (A, M) and candidates (A, N), −∞ if none."""
     size, is_single = len(views[0]), len(views) == 1
     rows = _lists(np.concatenate(views))
     labels = [] if labels is None else list(labels)
@@ -460,9 +486,9 @@ def _mean_or_nan(values):
 
 
 def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
-    """Compute the statistics of a loss, a dict: see `hardneg.contrastive_loss`. None: nan.
-    ess is the mean of (Σ_j w_ij)² / (N_i Σ_j w_ij²) over anchors with candidates, spread² that of
-    (1/N_i) Σ_j (cos_ij − mean_i)²"""
+    """Compute the statistics that `hardneg.contrastive_loss` returns, nan where there is no value.
+    Over the anchors with candidates, ess is the mean of (Σ_j w_ij)² / (N_i Σ_j w_ij²), and spread²
+    is the mean of (1/N_i) Σ_j (cos_ij − mean_i)²."""
     clamped = [0.0] * len(pos)
     if objective in DEBIASED:
         clamped = _lists(published(pos, neg, log_w, **debiasing, return_clamped=True))
@@ -509,10 +535,10 @@ def contrastive_loss(
     reduction="mean",
     return_stats=False,
 ):
-    """Compute the loss of (B, D) views: the mean, the sum, or all values (A,).
-    The arguments are those of `hardneg.contrastive_loss`, but that the negative_mask is (A, N), and
-    that `transported` takes column k of negatives (B, K, D) for one and the same candidate. A mean
-    is over the anchors that have a positive; the others have the loss 0.
+    """Compute the loss of (B, D) views. It is the mean, the sum, or all values (A,).
+    The arguments are those of `hardneg.contrastive_loss`, with two differences. negative_mask is
+    (A, N). For `transported`, column k of negatives (B, K, D) is the same candidate for all
+    anchors. An anchor without a positive has the loss 0, and the mean leaves it out.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8, 9; [3] Eq. 8; [4] Eq. 1, 3, 9"""
     preset_weights, preset_objective = PRESETS[loss]
     weights = weights or preset_weights
@@ -547,7 +573,7 @@ def contrastive_loss(
     if log_weights is not None:
         log_w = log_w + np.asarray(log_weights)
     log_w_pos = uniform(seen_pos)
-    if np.any(tau_plus) and pos.shape[1] > 1:  # a mean of one has no weights
+    if np.any(tau_plus) and pos.shape[1] > 1:  # the weight of a single positive cancels
         log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha, coupling)
 
     # 3. What is done with them?
@@ -590,9 +616,9 @@ def hcl_eq2(x, y, temperature, beta, tau_plus):
 
         E_{q_β} e^{s_k} = (1/N) Σ_k e^{(β+1) s_k} / Z_β        Z_β = (1/N) Σ_k e^{β s_k}
 
-    s_k = f_i·f_k/t, τ⁻ = 1 − τ⁺, Q = N. E_{q_β⁺} is the same over the one positive. The term with Q
-    is at least N e^{−1/t}. Eq. 2 has no such floor. Fig. 5 prints it as e^{−1/t}; the authors' code
-    has it as here. Ref: [1] Eq. 2 and the two below it, Fig. 5"""
+    Here s_k = f_i·f_k/t, τ⁻ = 1 − τ⁺ and Q = N. E_{q_β⁺} is the same mean over the one positive.
+    The term with Q is at least N e^{−1/t}, as in the authors' code. Eq. 2 has no such floor, and
+    the floor that Fig. 5 prints is e^{−1/t}. Ref: [1] Eq. 2 and the two below it, Fig. 5"""
     losses = []
     for s_p, s in _cosines(x, y):
         s_p, s, n = s_p / temperature, [v / temperature for v in s], len(s)
@@ -610,9 +636,10 @@ def ot_eq5(x, y, temperature, epsilon):
 
         P* = argmin_P Σ_ik P_ik C_ik + ε KL(P ‖ product of marginals)        C_ik = ½ ‖f_i − f_k‖²
 
-    C_ik is ∞ for i and k of one sample. The marginals are uniform. P*_ik = u_i e^{−C_ik/ε} v_k. The
-    loop scales rows and columns in turn, in the plain domain: it needs ε of 0.2 or more, and B ≥ 2.
-    P* is a constant for gradients, as in the published code. Ref: [2] Eq. 5, 8, Lemma 3"""
+    C_ik is ∞ if i and k show one sample. The marginals are uniform. The minimiser has the form
+    P*_ik = u_i e^{−C_ik/ε} v_k. The loop scales rows and columns in turn, without logarithms, so it
+    needs ε of 0.2 or more, and B ≥ 2. No gradient flows through P*, as in the published code.
+    Ref: [2] Eq. 5, 8, Lemma 3"""
     f = _lists(x) + _lists(y)
     n = len(f)
     kernel = np.zeros((n, n))
@@ -620,7 +647,7 @@ def ot_eq5(x, y, temperature, epsilon):
         for k in range(n):
             if i % len(x) != k % len(x):
                 squares = [(a - b) ** 2 for a, b in zip(f[i], f[k], strict=True)]
-                cost = sum(squares).real / 2  # its real part: P* is a constant
+                cost = sum(squares).real / 2  # the real part alone, so that P* is a constant
                 kernel[i, k] = math.exp(-cost / epsilon)
     v, error = np.ones(n), INF
     while error > 1e-13:
@@ -631,7 +658,7 @@ def ot_eq5(x, y, temperature, epsilon):
     for i in range(n):
         p = (i + len(x)) % n
         s = [_product(f[i], row) / temperature for row in f]
-        plan = u[i] * kernel[i] * v  # 0 at i and p
+        plan = u[i] * kernel[i] * v  # this is 0 at i and p
         expectation = _product(plan / plan.sum(), [_exp(logit) for logit in s])
         losses.append(_log(1 + (n - 2) * expectation / _exp(s[p])))
     return _mean(losses)
@@ -639,7 +666,7 @@ def ot_eq5(x, y, temperature, epsilon):
 
 def hard_eq9(x, y, temperature, alpha):
     """Compute the mean over i of −log( e^{s_p/τ} / (Σ_{s_k ≥ s_α} e^{s_k/τ} + e^{s_p/τ}) ).
-    s_k = f_i·f_k. s_α is the upper α quantile: the ⌈α N⌉-th largest s_k. Ref: [4] Eq. 8, 9"""
+    Here s_k = f_i·f_k. The upper α quantile s_α is the ⌈α N⌉-th largest s_k. Ref: [4] Eq. 8, 9"""
     losses = []
     for s_p, s in _cosines(x, y):
         quantile = _quantile(s, alpha)
@@ -651,10 +678,10 @@ def hard_eq9(x, y, temperature, alpha):
 
 def ppcl_eq8(v, raw, latents, temperature):
     """Compute (1/|I|) Σ_i −1/|P(i)| Σ_{p ∈ P(i)} log( e^{v_i·v_p/τ} / Σ_{a ∈ A(i)} e^{v_i·v_a/τ} )
-    for rows v (|I|, D) of a multiviewed batch I. raw[i] is the raw sample of view i, latents[i] the
-    latent that generated it, None if it is real. A(i) = I \\ {i}. If i is generated, P(i) = {p in
-    A(i): z_p = z_i}. If it is real, P(i) = {j(i)}, the other view. v_i·v_a is a cosine. The paper
-    has no factor 1/|I|. Ref: [3] Eq. 8"""
+    for rows v (|I|, D) of a multiviewed batch I. raw[i] is the raw sample of view i. latents[i] is
+    the latent that generated it, or None if it is real. A(i) = I \\ {i}. If i is generated, P(i) is
+    {p in A(i): z_p = z_i}. If it is real, P(i) is {j(i)}, the other view. v_i·v_a is a cosine. The
+    paper has no factor 1/|I|. Ref: [3] Eq. 8"""
     v = _lists(unit(v))
     losses = []
     for i in range(len(v)):
@@ -669,7 +696,7 @@ def ppcl_eq8(v, raw, latents, temperature):
 
 # ---- 5. Gradients --------------------------------------------------------------------------------
 def gradient(function, x):
-    """Compute ∂f/∂x_k = Im f(x + i h e_k) / h by entry: the complex step, exact to rounding."""
+    """Compute the gradient ∂f/∂x_k = Im f(x + i h e_k) / h entry by entry, exact up to rounding."""
     h = 1e-30
     out = np.zeros(np.shape(x))
     for place in np.ndindex(np.shape(x)):

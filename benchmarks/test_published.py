@@ -21,7 +21,8 @@ class TestPublishedCode:
             At β = 0 chingyaoc/DCL 7d6345f, main.py, train, gives the same bits.
     ot      rjiang03/HCL-OT 89c8792, main.py, OT_hard, with POT 0.9.7.
             Its default cost ‖x − y‖² is twice the paper's, so our epsilon is half of its own.
-            For "exp" the two are equal. Its Sinkhorn stops at 1e-9: hence the tolerance 1e-8.
+            For "exp" the two are equal, and with its κ ours is e^κ times its own. Its Sinkhorn
+            stops at 1e-9, so the tolerance is 1e-8.
     simclr, ppcl
             In this order: lightly 1.6.0 NTXentLoss (3 cases), pytorch-metric-learning 2.9.0
             NTXentLoss (1) and SupConLoss (2), info-nce-pytorch 0.1.4 InfoNCE (2).
