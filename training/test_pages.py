@@ -167,7 +167,7 @@ class TestRecipes:
 
     PEERS are values of the packages that it names, each with the norm of the gradient and one
     projection: run once, on the CPU in float64. Those of hn_nce, dhn_nce, nce and graded are of
-    their formulas.
+    their formulas. That of exactly is of an option that hardneg 2.0.0 had, debias="exact".
     """
 
     PAGE = (HERE / "tutorial" / "RECIPES.md").read_text()
@@ -197,6 +197,7 @@ class TestRecipes:
         "each": (3.114229469035, 0.716279186491, 0.829885544267),
         "ppcl": (3.216100959821, 0.699591341178, 0.817099121088),
         "nce": (2.107066569348, 0.7413832277, 0.667312008844),
+        "exactly": (2.136761515849, 0.136398011568, 0.069695815689),
         "supcon": (4.962150981774, 1.801790896331, -1.112142637587),
         "xbm": (5.427078526526, 0.562474889753, 0.492609081071),
         "matryoshka": (6.943647489695, 2.723021435724, 3.177585276555),
