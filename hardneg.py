@@ -63,13 +63,34 @@ from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_h
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 __version__ = "2.0.0"
-__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "ContrastiveLoss", "mine", "draw"]
-__all__ += ["uniform", "tilted", "hardest", "top", "transported", "sinkhorn", "InvalidArgument"]
-__all__ += ["nce", "each", "ppcl", "decoupled", "simple", "triplet", "published"]
-__all__ += ["gather", "unit", "NotFinite"]
+__all__ = [
+    "PRESETS",
+    "PAPERS",
+    "Options",
+    "contrastive_loss",
+    "ContrastiveLoss",
+    "mine",
+    "draw",
+    "uniform",
+    "tilted",
+    "hardest",
+    "top",
+    "transported",
+    "sinkhorn",
+    "nce",
+    "each",
+    "ppcl",
+    "decoupled",
+    "simple",
+    "triplet",
+    "published",
+    "gather",
+    "unit",
+    "InvalidArgument",
+    "NotFinite",
+]
 
 INF = math.inf
 
@@ -309,7 +330,7 @@ def answer(anchors: _Anchors, shared: _Shared, options: Options) -> _Answers:
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(through_weights):
-        log_w, log_w_pos = weigh(pos, neg, n, anchors, shared, options)  # (a, N), (a, M)
+        log_w, log_total, log_w_pos = weigh(pos, neg, n, anchors, shared, options)
 
     # 3. What is done with them?
     given = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": shared.t}
@@ -317,11 +338,8 @@ def answer(anchors: _Anchors, shared: _Shared, options: Options) -> _Answers:
     if "log_negatives" in takes(options["objective_function"]):
         log_negatives = log_sum(neg, log_w)  # (a,)
         if options["tau_plus"] != 0:
-            log_total = total_of(log_w, n, anchors, options)
-            log_mean_pos = mean_of_positives(pos, log_w_pos)
-            log_negatives, clamped = debias(
-                log_negatives, log_total, log_mean_pos, n, shared.t, options
-            )
+            found = debias(log_negatives, log_total, pos, log_w_pos, n, shared.t, options)
+            log_negatives, clamped = found
         given["log_negatives"] = log_negatives
     losses = _fill_in(options["objective_function"], given)
     _check_result("objective", losses, neg.shape[:1])
@@ -346,8 +364,8 @@ class ContrastiveLoss(nn.Module):
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
-        learned = dict(self.named_parameters(recurse=False)) | dict(self.named_children())
-        return contrastive_loss(*views, **self.given | learned | call)
+        given = {name: getattr(self, name, value) for name, value in self.given.items()}
+        return contrastive_loss(*views, **given | call)
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
@@ -399,8 +417,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     The quantile is that of candidates (A, N), or of the logits themselves. Ties with it are kept.
     alpha = k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
-    candidates = logits if candidates is None else candidates
-    candidates = candidates.detach()
+    candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # whole numbers, as 0.07 · 100 in floats exceeds 7, and its ceiling would be 8
     billionths = int(alpha * 1e9)
@@ -441,14 +458,10 @@ def transported(
     return log_kernel + potential + uniform(logits)
 
 
-def own_rule(logits: Tensor, weights: Callable) -> Tensor:
+def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns as the logits are masked.
     The function gets a copy, so that a masked logit has no gradient."""
-    try:
-        log_w = weights(logits.masked_fill(logits < FAR, MASKED))
-    except Exception as error:
-        error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors; {MATRIX_HINT}")
-        raise
+    log_w = weights(logits.masked_fill(logits < FAR, MASKED))
     _check_result("weights", log_w, logits.shape)
     log_w = log_w.clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -473,23 +486,27 @@ def by_rule(logits, candidates, potential, t, options):
 
 
 def weigh(pos, neg, n, anchors, shared, options):
-    """Answer question 2: log weights (a, N) of candidates, and (a, M) of positives to be debiased.
-    A positive is weighed as a candidate of its logit would be, without a potential."""
+    """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
+    weights (a, M) of positives. A positive is weighed as a candidate of its logit would be, without
+    a potential."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
+    log_total = n.log().clamp_min(MASKED)  # if the mean is 1; −∞ for an anchor without candidates
     if options["mean"] == "scaled":
-        log_n = n.log().clamp_min(MASKED)  # −∞ for an anchor without candidates
-        log_w = torch.log_softmax(log_w, -1) + log_n[:, None]
+        log_w = torch.log_softmax(log_w, -1) + log_total[:, None]
     if anchors.log_weights is not None:
         log_w = log_w + anchors.log_weights
     log_w_pos = uniform(pos)
-    if options["tau_plus"] != 0 and pos.shape[1] > 1:  # the weight of a single one cancels
-        log_w_pos = by_rule(pos, neg, 0.0, shared.t, options)
-    return log_w, log_w_pos
+    if options["tau_plus"] != 0:
+        if options["mean"] == "any" or anchors.log_weights is not None:
+            log_total = log_sum(log_w)
+        if pos.shape[1] > 1:  # the weight of a single one cancels
+            log_w_pos = by_rule(pos, neg, 0.0, shared.t, options)
+    return log_w, log_total, log_w_pos
 
 
-def takes(function: Callable) -> tuple[str, ...]:
+def takes(function):
     """List the names of a function's parameters."""
-    code = function.__code__  # inspect.signature would take thirty times as long
+    code = inspect.unwrap(function).__code__  # inspect.signature would take thirty times as long
     return code.co_varnames[: code.co_argcount]
 
 
@@ -559,7 +576,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 
     return _mean(_mean(hinges, log_w[:, None]), uniform(pos))
 
 
-def own_objective(pos: Tensor, neg: Tensor, log_w: Tensor, objective: Callable) -> Tensor:
+def own_objective(pos, neg, log_w, objective):
     """Judge by a function of the user's. It gets copies, so that masked logits have no gradient."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
@@ -588,7 +605,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 
 
-def published(log_mean: Tensor, log_mean_pos: Tensor, tau_plus: Tensor, t: Tensor) -> tuple:
+def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the false negatives that are expected, and return the log of what is left.
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
     log_mean (a,) is log E and log_mean_pos (a,) is log E⁺ → (a,), and where the floor holds (a,).
@@ -603,29 +620,19 @@ def published(log_mean: Tensor, log_mean_pos: Tensor, tau_plus: Tensor, t: Tenso
     return torch.where(clamped, floor, rest), clamped
 
 
-def debias(log_negatives, log_total, log_mean_pos, n, t, options):
+def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     """Debias log_negatives, given the log of the sum of weights → (a,), and where it is clamped."""
-    tau_plus = options["tau_plus"]
-    tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
-    log_mean, clamped = published(log_negatives - log_total, log_mean_pos, tau_plus, t)
-    has_negatives = log_negatives > FAR
-    log_negatives = torch.where(has_negatives, log_mean + log_total, log_negatives)
-    return log_negatives, clamped & has_negatives
-
-
-def total_of(log_w, n, anchors, options):
-    """Compute the log of the sum of each anchor's weights (a,), which is N_i if their mean is 1."""
-    if options["mean"] == "any" or anchors.log_weights is not None:
-        return log_sum(log_w)
-    return n.clamp_min(1).log()
-
-
-def mean_of_positives(pos, log_w_pos):
-    """Compute log E⁺ (a,). If no positive has a weight, all that are present have the same."""
     # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So those that
     # are present share the weight equally if `top` drops them all.
     shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
-    return log_sum(pos, shares)
+    log_mean_pos = log_sum(pos, shares)  # log E⁺
+    log_mean = log_negatives - log_total  # log E
+    tau_plus = options["tau_plus"]
+    tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
+    log_mean, clamped = published(log_mean, log_mean_pos, tau_plus, t)
+    has_negatives = log_negatives > FAR
+    log_negatives = torch.where(has_negatives, log_mean + log_total, log_negatives)
+    return log_negatives, clamped & has_negatives
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
@@ -638,15 +645,17 @@ class _Anchors(NamedTuple):
     z: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1
-    candidates: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
+    negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
 
+    def of(self, rows: slice) -> _Anchors:
+        return self._make(None if x is None else x[rows] for x in self)
+
     def blocks(self, size: int) -> list[_Anchors]:
         """Cut into blocks of `size` anchors."""
-        parts = [itertools.repeat(None) if x is None else x.split(size) for x in self]
-        return [_Anchors._make(block) for block in zip(*parts, strict=False)]
+        return [self.of(slice(i, i + size)) for i in range(0, len(self.z), size)]
 
 
 class _Shared(NamedTuple):
@@ -717,22 +726,22 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
 
 def _each_once(index):
     """Replace by −1 what a row of index (B, P) repeats, so that it counts once."""
-    index, order = index.sort(1)
-    repeated = index[:, 1:] == index[:, :-1]
-    index[:, 1:].masked_fill_(repeated, -1)
-    return index.scatter(1, order, index)  # in the order that was given
+    ordered, order = index.sort(1)
+    repeated = F.pad(ordered.diff(dim=1) == 0, (1, 0))
+    ordered = ordered.masked_fill(repeated, -1)
+    return ordered.scatter(1, order, ordered)  # in the order that was given
 
 
 def who(anchors, shared, options):
     """Answer question 1: logits of positives (a, M) and of candidates (a, N)."""
-    if anchors.candidates is None:
+    if anchors.negatives is None:
         neg = anchors.z @ shared.candidates.T  # (a, N)
     else:
-        neg = torch.einsum("ad,and->an", anchors.z, anchors.candidates)
+        neg = torch.einsum("ad,and->an", anchors.z, anchors.negatives)
     pos = anchors.pos
     if shared.positives_by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
-        named = neg[rows, anchors.own.clamp_min(0)]  # (a, P); neg.gather would save neg: `_mask_`
+        named = neg[rows, anchors.own]  # (a, P); neg.gather would save neg, see `_mask_`
         pos = named.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
@@ -784,17 +793,16 @@ def _has_margin(options):
 def _limit(nearest, options):
     """Compute the largest cosine that a negative may have, from that of the nearest positive."""
     limit = torch.full_like(nearest, INF)
-    if options["absolute_margin"] is not None:
-        limit = nearest - options["absolute_margin"]
-    if options["relative_margin"] is not None:
-        limit = torch.minimum(limit, nearest - options["relative_margin"] * nearest.abs())
+    for name, scale in {"absolute_margin": 1, "relative_margin": nearest.abs()}.items():
+        if options[name] is not None:
+            limit = torch.minimum(limit, nearest - options[name] * scale)
     return limit.masked_fill(nearest < FAR, INF)  # without a positive all may be negatives
 
 
 @torch.no_grad()
 def _statistics(anchors, shared, options):
     """Compute the figures of return_stats."""
-    some = anchors.blocks(max(1, 2**20 // shared.n))[0]
+    some = anchors.of(slice(max(1, 2**20 // shared.n)))
     found = answer(some, shared, options)
     n = (found.neg > FAR).sum(1)
     # NaN stands for what is absent, which nanmean leaves out
@@ -838,7 +846,6 @@ def sinkhorn(
     It is near 1 where rows cluster. A symmetric step multiplies the part along each eigenvector of
     A·P by (μ² − μ)/2, with μ its eigenvalue. That is at most 1/8 for μ ≥ −0.2. If the marginals
     force some P_ij that is not masked to 0, it may take 1/error steps. Ref: [2] Eq. 5"""
-    _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel(), g)
@@ -895,10 +902,10 @@ def _couple(anchors, shared, group, options):
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
-    n = len(shared.candidates)
-    kernel = functools.partial(map, kernel_of, anchors.blocks(max(1, 2**20 // n)))  # 4 MB in cache
+    blocks = anchors.blocks(max(1, 2**20 // shared.n))  # 4 MB each, which fit into a cache
+    kernel = functools.partial(map, kernel_of, blocks)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
-        if torch.is_grad_enabled() or len(anchors.z) * n <= 2**24:  # 64 MB in all
+        if torch.is_grad_enabled() or len(anchors.z) * shared.n <= 2**24:  # 64 MB in all
             stored = list(kernel())
             return sinkhorn(lambda: stored, symmetric)[1]
         return sinkhorn(kernel, symmetric)[1]  # computed anew in each step
@@ -938,8 +945,6 @@ def mine(
     _check_number("k", k, 1)
     _check_number("skip", skip, 0)
     if positives is None:
-        if n > size:
-            raise InvalidArgument(f"documents has {size} rows for {n} queries. Name positives=.")
         positives = torch.arange(n)
     _check_tensor("positives", positives, "whole", (n,), (n, "P"))
     _check_rows("positives", positives, size)
@@ -963,7 +968,7 @@ def mine(
             _, cosines = who(some, shared, margins)  # (a, N)
             if labels is not None:
                 for column in some.own.unbind(1):  # (a,)
-                    of_label = labels[column.clamp_min(0), None] == labels
+                    of_label = labels[column, None] == labels
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
             parts.append(cosines.topk(min(k + skip, size)))
     nearest, index = (torch.cat(x)[:, skip:] for x in zip(*parts, strict=True))
@@ -1024,9 +1029,10 @@ def _warn_of(lacking, a, options):
     """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
     With the default τ⁺ the floor holds for anchors that have learned, which is no mistake."""
     no_positive, no_candidate, clamped = lacking
-    for what, count in {"positive": no_positive, "candidate": no_candidate}.items():
-        if count == a:
-            _warn(f"None of {a} anchors has a {what}. Check labels, masks and positive_index.")
+    if no_positive == a:
+        _warn(f"None of {a} anchors has a positive. Check labels and positive_index.")
+    if no_candidate == a:
+        _warn(f"None of {a} anchors has a candidate. Check labels, masks and positive_index.")
     if options["tau_plus"] and 2 * clamped > a:
         _warn("Debiasing leaves most anchors nothing. Raise temperature or lower tau_plus.")
 
@@ -1043,42 +1049,44 @@ def _block_size(anchors, shared, options):
 
 def _in_blocks(anchors, shared, options, size):
     """Compute the losses of all anchors (A,), or their sum, and what they lack, block by block.
-    A sum gets its gradient at once, while the matrix of a block is in memory. Otherwise the
+    A sum gets its gradient at once, while the matrix of a block is in memory. For "none" the
     backward pass computes each block again."""
-
-    def losses_of(*tensors):
-        some = _Anchors._make(tensors[: len(anchors)])
-        rest = _Shared._make(tensors[len(anchors) :])
-        return answer(some, rest, options)[:2]
-
-    if options["reduction"] != "none" and torch.is_grad_enabled():
-        found = _sum_with_gradient(anchors, shared, options, size)
-        if found is not None:
-            return found
-    blocks = anchors.blocks(size)
-    parts = [checkpoint(losses_of, *(some + shared), use_reentrant=False) for some in blocks]
-    losses, lacking = zip(*parts, strict=True)
-    return torch.cat(losses), sum(lacking)
+    run = functools.partial(_run_blocks, anchors, shared, options, size)
+    summed = options["reduction"] != "none"
+    of_sum = torch.ones_like(anchors.z[:, 0])
+    found = run(of_sum if summed and torch.is_grad_enabled() else None)
+    if found is None:  # what a function of the user's learns is left to torch, in one block
+        return answer(anchors, shared, options)[:2]
+    value, lacking, gradients = found
+    inputs = _learned(anchors + shared)
+    if summed:
+        return _InBlocks.apply(value.sum(), None, gradients, *inputs), lacking
+    tensors = [x for x in anchors + shared if torch.is_tensor(x)]
+    return _InBlocks.apply(value, run, tensors, *inputs), lacking
 
 
-def _sum_with_gradient(anchors, shared, options, size):
-    """Compute the sum of the losses and its gradient, block by block → sum, how many are lacking.
-    None if a function of the user's learns parameters, whose gradient this would not see."""
-    shared_copy = _copy(shared)
-    inputs, copies = _learned(shared), _learned(shared_copy)
-    value, lacking = 0, 0
-    for some in anchors.blocks(size):
-        some_copy = _copy(some)
-        inputs += _learned(some)
-        copies += _learned(some_copy)
-        found = answer(some_copy, shared_copy, options)
-        if _depends_on_more(found.losses, shared_copy + some_copy):
-            return None
-        loss = found.losses.sum()
-        if loss.requires_grad:
-            loss.backward()  # adds to the gradients of the copies
-        value, lacking = value + loss.detach(), lacking + found.lacking
-    return _WithGradient.apply(value, [x.grad for x in copies], *inputs), lacking
+def _run_blocks(anchors, shared, options, size, grad_losses):
+    """Compute losses (A,), what they lack, and the gradient of grad_losses · losses, by blocks.
+    None if a function of the user's learns something, whose gradient this would not see."""
+    # one tensor for all blocks, as small ones of each would split the memory that blocks reuse
+    losses, lacking = torch.empty_like(anchors.z[:, 0]), 0
+    of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
+    # a backward pass may run this under the caller's autocast
+    off = torch.autocast(losses.device.type, enabled=False)
+    with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
+        everyone = _copy(shared)
+        for start in range(0, len(losses), size):
+            rows = slice(start, start + size)
+            some = _copy(anchors.of(rows))
+            found = answer(some, everyone, options)
+            if not _leaves(found.losses.grad_fn, {None}) <= {id(x) for x in some + everyone}:
+                return None
+            losses[rows], lacking = found.losses.detach(), lacking + found.lacking
+            if grad_losses is not None and found.losses.requires_grad:
+                found.losses.backward(grad_losses[rows])
+                for gradient, x in zip(of_anchors, _learned(some), strict=True):
+                    gradient[rows] = 0 if x.grad is None else x.grad
+    return losses, lacking, of_anchors + [x.grad for x in _learned(everyone)]
 
 
 def _copy(part):
@@ -1092,34 +1100,34 @@ def _learned(part):
     return [x for x in part if torch.is_tensor(x) and x.requires_grad]
 
 
-def _depends_on_more(x, known):
-    """Whether x has a gradient in a tensor that is not among those that are known."""
-    seen = {None} | {torch.autograd.graph.get_gradient_edge(y).node for y in _learned(known)}
-    nodes = {x.grad_fn}
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        if hasattr(node, "variable"):
-            return True
-        seen.add(node)
-        nodes |= {before for before, _ in node.next_functions}
-    return False
+def _leaves(node, seen):
+    """Find the ids of all tensors in the graph of a node that learn."""
+    if node in seen:
+        return set()
+    seen.add(node)
+    found = {id(node.variable)} if hasattr(node, "variable") else set()
+    for before, _ in node.next_functions:
+        found |= _leaves(before, seen)
+    return found
 
 
-class _WithGradient(torch.autograd.Function):
-    """Give a number the gradients that were computed with it."""
+class _InBlocks(torch.autograd.Function):
+    """A sum with its gradients, or losses whose gradients `run` finds when they are asked for."""
 
     @staticmethod
-    def forward(ctx, value, gradients, *tensors):
-        ctx.save_for_backward(*gradients)
+    def forward(ctx, value, run, saved, *inputs):
+        ctx.run = run
+        ctx.save_for_backward(*saved)  # autograd tells if they were changed in place by then
         return value.clone()
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # under create_graph=True alone
             raise RuntimeError("To differentiate this loss twice, give it block_size=0.")
-        return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
+        gradients = ctx.saved_tensors
+        if ctx.run is not None:
+            gradients, grad = ctx.run(grad)[2], 1
+        return None, None, None, *(None if x is None else grad * x for x in gradients)
 
 
 def _uncompiled(function, *arguments):
@@ -1248,15 +1256,14 @@ def _require(valid, name, got, allowed):
 def _warn(message):
     """Warn at the line that called this file, past torch's wrappers."""
     frame, level = sys._getframe(), 1
-    inside = frame.f_code.co_filename, torch.__path__[0]
-    while frame and frame.f_code.co_filename.startswith(inside):
+    while frame and frame.f_code.co_filename.startswith((__file__, torch.__path__[0])):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
 
 # Allocating and freeing 31 MB here makes glibc keep the memory of later blocks for the next ones.
 # Otherwise it returns each to the kernel, and large losses take up to 1.24 times as long.
-torch.empty(31 * 2**20, dtype=torch.uint8)
+torch.empty(31 * 2**18)
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
@@ -1275,11 +1282,12 @@ def _words_of(allowed):
 
 def _explained():
     """Explain all options, for `help`."""
-    lines = ["Options"]
+    entries = ["Options"]
     for name, text in TEXTS.items():
-        lines.append(f"{name} = {DEFAULTS[name]!r}, {_words_of(ALLOWED[name])}")
-        lines += ["    " + line for line in text.splitlines()]
-    return "\n".join(lines)
+        indented = text.replace("\n", "\n    ")
+        allowed = _words_of(ALLOWED[name])
+        entries.append(f"{name} = {DEFAULTS[name]!r}, {allowed}\n    {indented}")
+    return "\n".join(entries)
 
 
 contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{_explained()}"
@@ -1295,8 +1303,8 @@ def resolve(given: Options) -> dict:
     options = DEFAULTS | dict(of_loss)
     for name, value in given.items():
         if name not in DEFAULTS:
-            known = ", ".join(DEFAULTS)
-            raise TypeError(f"There is no option {name!r} in {known}{_nearest(name, DEFAULTS)}")
+            similar = _nearest(name, DEFAULTS)
+            raise TypeError(f"there is no option {name!r}{similar}; see help(contrastive_loss)")
         _check_option(name, value)
         if value is not None:  # None leaves it to the loss
             options[name] = value
@@ -1351,35 +1359,29 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
             f"views has {len(views)} tensors. Give two or more (B, D). One is enough with labels=, "
             "or with negatives= and positive_index=."
         )
+    shape = "B", "D"
     for i, view in enumerate(views):
-        if not (_fits(view, "floating", ("B", "D")) and view.shape == views[0].shape):
-            raise InvalidArgument(
-                f"views[{i}] is {_describe(view)}. Views must be floating tensors (B, D) of one "
-                "shape. Labels go in labels=."
-            )
+        hint = " of one shape; labels go in labels="
+        _check_tensor(f"views[{i}]", view, "floating", shape, hint=hint)
+        shape = view.shape
     is_group = group is None or isinstance(group, distributed.ProcessGroup)
     _require(is_group, "group", repr(group), "a process group of torch.distributed")
-    b = len(views[0])
+    b, k = len(views[0]), 0
     if negatives is None:
         a = b * len(views)
         n = a if group is None else a * distributed.get_world_size(group)
-        if n == len(views):
-            raise InvalidArgument("views has one sample, which has no negatives. Give two or more.")
         if positive_index is not None:
             raise InvalidArgument("positive_index names rows of negatives, but there are none.")
-        k = 0
     else:
         a, n = b, _check_negatives(negatives, views, options, labels, group)
+        k = n
         unnamed = positive_index is None and mask is None and labels is None
         if len(views) > 1 and unnamed and _may_read(negatives):
             if (negatives == views[1][0]).all(-1).any():
                 _warn("negatives has rows of views[1], too. Name them in positive_index=.")
-        k = n
-    if labels is not None and torch.as_tensor(labels).shape != (b + k,):
-        given = f"{b} samples and {k} rows of negatives"
-        raise InvalidArgument(
-            f"labels has shape {tuple(torch.as_tensor(labels).shape)} for {given}."
-        )
+    if labels is not None:
+        hint = f" for {b} samples and {k} rows of negatives"
+        _check_tensor("labels", labels, None, (b + k,), hint=hint)
     _check_tensor("positive_index", positive_index, "whole", (b,), (b, "P"))
     _check_rows("positive_index", positive_index, n)
     _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
@@ -1406,27 +1408,23 @@ def _check_negatives(negatives, views, options, labels, group):
     return negatives.shape[-2]
 
 
-def _check_tensor(name, x, kind, *shapes):
+def _check_tensor(name, x, kind, *shapes, hint=""):
     """Check a tensor, if it is given. A shape has lengths, or letters for any length above 0."""
-    if x is None:
+    if x is None and not hint:
         return
     if kind != "floating":
         x = torch.as_tensor(x)  # an index, say, may be a list
-    if not any(_fits(x, kind, shape) for shape in shapes):
-        sizes = [f"({', '.join(map(str, shape))})" for shape in shapes]
-        words = f"{kind} tensor" if kind else "tensor"
-        _require(False, name, _describe(x), f"a {words} {' or '.join(sizes)}")
+    fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
+    if fits and kind is not None:
+        found = "boolean" if x.dtype == torch.bool else "whole"
+        fits = kind == ("floating" if x.is_floating_point() else found)
+    sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+    _require(fits, name, _describe(x), f"a {kind or ''} tensor {sizes}{hint}")
 
 
-def _fits(x, kind, shape):
-    if not torch.is_tensor(x) or x.ndim != len(shape):
-        return False
-    found = "boolean" if x.dtype == torch.bool else "whole"
-    if x.is_floating_point():
-        found = "floating"
-    sizes = zip(x.shape, shape, strict=True)
-    right = all(a == b or (isinstance(b, str) and a > 0) for a, b in sizes)
-    return right and kind in (None, found)
+def _is_like(shape, wanted):
+    sizes = itertools.zip_longest(shape, wanted)
+    return all(a == b or (isinstance(b, str) and a) for a, b in sizes)
 
 
 def _check_rows(name, index, n):
@@ -1468,6 +1466,7 @@ from itertools import pairwise
 
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 __all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
 __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections import UserDict
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -182,14 +182,14 @@ def couple(log_kernel, *options, **more):
 def weigh(name, pos, neg, **options):
     """Answer question 2 by the name of a rule → log w (A, N), log w⁺ (A, M)."""
     t = options.pop("temperature", 1.0)
-    options = hardneg.settle({"weights": name, "tau_plus": 0.1} | options)
+    options = hardneg.resolve({"weights": name, "tau_plus": 0.1} | options)
     pos, neg = masked(pos), masked(neg)
     potential = neg.new_zeros(())
     if name == "transported":
         kernel = hardneg.by_rule(neg, neg, potential, t, options)
         potential = couple(kernel)[1]
-    pairs = SimpleNamespace(potential=potential, t=t, log_weights=None)
-    return hardneg.weigh(pos, neg, n_of(neg), pairs, options)
+    anchors, shared = SimpleNamespace(log_weights=None), SimpleNamespace(potential=potential, t=t)
+    return hardneg.weigh(pos, neg, n_of(neg), anchors, shared, options)
 
 
 def log_weights(name, logits, **options):
@@ -205,10 +205,9 @@ def log_negatives(pos, neg, log_w, tau_plus=0.0, t=1.0, log_w_pos=None):
     log_all = hardneg.log_sum(neg, log_w)
     if tau_plus == 0:
         return log_all
-    options = {"tau_plus": tau_plus, "weights": "top"}  # W is Σ w
-    pairs = SimpleNamespace(t=t, log_weights=None)
-    given = pos, neg, log_w, log_w_pos, n_of(neg).log(), pairs, options
-    return hardneg._debiased(log_all, *given)[0]
+    log_mean_pos = hardneg.mean_of_positives(pos, log_w_pos)
+    given = hardneg.log_sum(log_w), log_mean_pos, n_of(neg), t, {"tau_plus": tau_plus}
+    return hardneg.debias(log_all, *given)[0]
 
 
 def judge(objective, pos, neg, log_w, margin=0.0, **debiasing):
@@ -219,7 +218,7 @@ def judge(objective, pos, neg, log_w, margin=0.0, **debiasing):
     if objective == "triplet":
         return hardneg.triplet(pos, neg, log_w, margin)
     negatives = log_negatives(pos, neg, log_w, **debiasing)
-    return hardneg.OF_LOGITS[objective](pos, negatives)
+    return hardneg.OBJECTIVES[objective][0](pos, negatives)
 
 
 def with_slope(value, x):
@@ -373,6 +372,7 @@ def as_on_a_gpu(monkeypatch):
 def edited(name, function):
     """Make a function with another result, as a reader may edit it."""
 
+    @wraps(function)
     def edit(*arguments, **options):
         result = function(*arguments, **options)
         if name == "sinkhorn":
@@ -384,6 +384,14 @@ def edited(name, function):
         return 0.3 * arguments[0] if name in hardneg.WEIGHTS else 0.7 * result  # [0]: logits
 
     return edit
+
+
+def replace(monkeypatch, name, function):
+    """Replace a function of hardneg, also in its row of rules or objectives."""
+    monkeypatch.setattr(hardneg, name, function)
+    for table in (hardneg.WEIGHTS, hardneg.OBJECTIVES):
+        if name in table:
+            monkeypatch.setitem(table, name, (function, *table[name][1:]))
 
 
 def random_images(n=4, size=16, dtype=torch.float64):
@@ -1111,7 +1119,7 @@ class TestFunctions:
     """Own functions may be the `weights`, the `objective` or both: `weigh` takes them."""
 
     DRAWN = {"v": st.integers(2, 3), "k": st.sampled_from([0, 4]), "t": st.floats(0.2, 1)}
-    DRAWN |= {"objective": st.sampled_from(hardneg.OBJECTIVES), "block_size": BLOCK_SIZES}
+    DRAWN |= {"objective": st.sampled_from([*hardneg.OBJECTIVES]), "block_size": BLOCK_SIZES}
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
     def test_an_anchor_whose_candidates_all_drop_has_no_negatives(self, objective):
@@ -1166,7 +1174,7 @@ class TestFunctions:
                 return learned * torch.cat(logits[:2], 1).logsumexp(1)
             return learned * logits[0]
 
-        monkeypatch.setattr(hardneg, "tilted", lambda logits, beta: function(logits))
+        replace(monkeypatch, "tilted", lambda logits, beta: function(logits))
         given = {"weights": "tilted"} if part == "tilted" else {part: function}
         slopes = []
         for size in (0, 4):
@@ -1776,10 +1784,7 @@ class TestWhatIsReadRuns:
             return with_slope(contrastive_loss(x, y, reduction=reduction, **options), x)[1]
 
         before = gradient()
-        edit = edited(name, getattr(hardneg, name))
-        monkeypatch.setattr(hardneg, name, edit)
-        if name in hardneg.OF_LOGITS:
-            monkeypatch.setitem(hardneg.OF_LOGITS, name, edit)
+        replace(monkeypatch, name, edited(name, getattr(hardneg, name)))
         assert (gradient() - before).norm() > 1e-3 * before.norm()
 
     @pytest.mark.parametrize("path", ["evaluation", "statistics", "compiled", "compiled blocks"])
@@ -1797,7 +1802,7 @@ class TestWhatIsReadRuns:
                 return function(x, y)
 
         before = outcome()
-        monkeypatch.setattr(hardneg, "tilted", edited("tilted", hardneg.tilted))
+        replace(monkeypatch, "tilted", edited("tilted", hardneg.tilted))
         assert abs(outcome() - before) > 1e-3
 
 
@@ -2117,8 +2122,7 @@ class TestGame:
         before = [weights_of(part) for part in parts]
         step = partial(game.imitate, real, seeded(1))
         if broken == "encoder":
-            broken_nce = {"ppcl": lambda pos, negatives: pos.sum(1) * INF}
-            monkeypatch.setattr(hardneg, "OF_LOGITS", broken_nce)
+            replace(monkeypatch, "ppcl", lambda pos, log_negatives: pos.sum(1) * INF)
             monkeypatch.setattr(hardneg, "_check_finite", lambda *_, **__: None)
             step = partial(play, game, encoder, real, lr=0.1)
         else:

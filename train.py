@@ -35,7 +35,8 @@ METHODS = {"simclr": {}, "bank": {"momentum": 0.8, "epochs": 24} | SMALL}
 METHODS |= {"queue": {"momentum": 0.9, "epochs": 24} | SMALL, "clae": {}}
 METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
-BEST, LOGITS = hardneg.DEFAULTS, " ".join(hardneg.OF_LOGITS)
+BEST = hardneg.DEFAULTS
+LOGITS = "nce each ppcl decoupled"
 
 # Who takes an option; its default, None if TABLES, the loss or its taker fills it in; its type or
 # choices; what it is; what looks at it, if not all; its limits. To add an option, add a row.

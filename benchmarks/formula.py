@@ -93,7 +93,7 @@ def cell_of(study: str, row: str) -> tuple | None:
     """Return the kind of weights, t, β and τ⁺ of a row; None if the formula is not about it."""
     words = f"{STUDIES[study].common} {STUDIES[study].rows[row]}"
     options = train.Options(**train.parse(words.split()))
-    settled = hardneg.settle({name: getattr(options, name) for name in train.CRITERION})
+    settled = hardneg.resolve({name: getattr(options, name) for name in train.CRITERION})
     parts = tuple(settled[name] for name in ("weights", "detach_weights", "objective"))
     t, tau_plus = settled["temperature"], settled["tau_plus"]
     unusual = options.method != "simclr" or options.anneal or settled["cost"] != "sqeuclidean"

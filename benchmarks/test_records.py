@@ -125,7 +125,7 @@ class TestStudies:
             recorded = common.read(path.stem)
             for row in plan.keys() & recorded.keys():  # the program no longer has some rows
                 now = plan[row][0]
-                settled = hardneg.settle({name: getattr(now, name) for name in train.CRITERION})
+                settled = hardneg.resolve({name: getattr(now, name) for name in train.CRITERION})
                 for was in (run["options"] for run in recorded[row]):
                     if was.get("kappa"):  # once an option of the cost `exp`, which rescales ε
                         scaled = was["epsilon"] * math.exp(was["kappa"])
