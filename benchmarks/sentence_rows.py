@@ -1,0 +1,160 @@
+"""Say what sentences.py compares: rows, the questions between them, and how they are answered.
+
+A gain is the mean difference of two rows, paired by seed, ± half the width of Student's 95 %
+interval. Seeds vary the pairs of training. A second interval is over twenty groups of test sources:
+it says what other packages would have answered.
+"""
+
+import common
+import torch
+
+from training import compare, report
+
+PAIRS = 7680  # of a run, each seen once
+THIRD = 2560  # of a run that chooses
+FIRST_RATE = 5e-5  # while temperatures are compared
+RATES = (2e-5, 1e-4)  # the others
+TEMPERATURES = (0.05, 0.02, 0.03, 0.07, 0.1)
+FEW = (0.05, 0.03, 0.1)  # for a loss with an option of its own, which has three values
+OWN = {"beta": (0.5, 0.2, 1.0), "tau_plus": (1e-4, 1e-5, 1e-3)}
+OWN |= {"epsilon": (0.2, 0.1, 0.4), "alpha": (0.3, 0.1, 0.6), "hardness": (5.0, 2.0, 9.0)}
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+LOSSES = {"simclr": {}, "hcl": {"weights": "tilted"}, "debiased": {"loss": "debiased"}}
+LOSSES["held"] = {"weights": "tilted", "detach_weights": True}
+LOSSES |= {"ot": {"loss": "ot"}, "hard": {"loss": "hard"}, "all": {}, "own": {}}
+# the option that a loss chooses; `all` and `own` say which negatives get hardness
+OPTIONS = {"hcl": "beta", "held": "beta", "debiased": "tau_plus", "ot": "epsilon", "hard": "alpha"}
+OPTIONS |= {"all": "hardness", "own": "hardness"}
+SETTINGS = {"loss": "simclr", "pairs": PAIRS, "random": 0, "mined": 0, "searches": 1}
+SETTINGS |= {"margin": None, "like": None}  # like: the row whose choices this one takes
+STAGES = {"finding": {"simclr": {}, "random": {"random": 1}, "mined": {"mined": 1}}}
+STAGES["finding"] |= {
+    "mined, margin": {"mined": 1, "margin": 0.05, "like": "mined"},
+    "mined, anew": {"mined": 1, "searches": 2, "like": "mined"},
+    "simclr, twice": {"pairs": 2 * PAIRS, "like": "simclr"},
+    "mined 4": {"mined": 4},
+}
+STAGES["weighting"] = {
+    "hcl": {"loss": "hcl"},
+    "mined, hcl": {"loss": "hcl", "mined": 1},
+    "mined, held": {"loss": "held", "mined": 1},
+    "mined, debiased": {"loss": "debiased", "mined": 1},
+    "held": {"loss": "held"},
+}
+STAGES["peers"] = {
+    "hardness": {"loss": "all"},
+    "mined, hardness": {"loss": "own", "mined": 1},
+}
+STAGES["others"] = {
+    "ot": {"loss": "ot"},
+    "mined, ot": {"loss": "ot", "mined": 1},
+    "hard": {"loss": "hard"},
+    "mined, hard": {"loss": "hard", "mined": 1},
+    "mined, twice": {"mined": 1, "pairs": 2 * PAIRS, "like": "mined"},
+}
+QUESTIONS = """
+mined − simclr
+mined 4 − simclr
+mined − random
+mined − simclr, twice
+mined 4 − mined
+mined, margin − mined
+mined, anew − mined
+hcl − simclr
+held − simclr
+mined, hcl − mined
+mined, held − mined
+mined, debiased − mined
+hardness − simclr
+mined, hardness − mined
+ot − simclr
+mined, ot − mined
+hard − simclr
+mined, hard − mined
+mined, twice − simclr, twice
+"""
+QUESTIONS = QUESTIONS.strip().split("\n")
+
+
+def settings_of(row: str) -> dict:
+    """Return all settings of a row, but for what is chosen."""
+    for rows in STAGES.values():
+        if row in rows:
+            return SETTINGS | rows[row]
+    raise SystemExit(f"there is no row {row}")
+
+
+def values_of(what: str, settings: dict) -> tuple:
+    """Return the values of a setting that are tried, seven with those of the others."""
+    if what == "temperature":
+        return FEW if settings["loss"] in OPTIONS else TEMPERATURES
+    if what == "rate":
+        return (FIRST_RATE, *RATES)
+    return OWN[what]
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+
+
+def by_row(runs: list[dict]) -> dict[str, list]:
+    """Sort runs: {row: its runs}."""
+    rows = {}
+    for run in runs:
+        rows.setdefault(run["row"], []).append(run)
+    return rows
+
+
+def gaps(runs: list[dict], question: str, figure: str = "mrr") -> list[float]:
+    """Return the differences of the two rows of a question, paired by seed."""
+    one, other = [by_row(runs).get(row, []) for row in question.split(" − ")]
+    return compare.gaps_of(one, other, figure)
+
+
+def unclear(runs: list[dict]) -> list[str]:
+    """List the rows that need more seeds: the interval has 0, its middle is above half a point."""
+    rows = []
+    for question in QUESTIONS:
+        found = gaps(runs, question)
+        if len(found) >= 3:
+            middle, half = report.interval(found)
+            if 0.5 < abs(middle) <= half:
+                rows += question.split(" − ")
+    return list(dict.fromkeys(rows))
+
+
+def by_sources(runs: list[dict], question: str) -> str:
+    """Write a difference with the interval over twenty groups of sources, the mean of the seeds."""
+    one, other = [by_row(runs)[row] for row in question.split(" − ")]
+    of_seed = {run["seed"]: run["by_group"] for run in other}
+    found = []
+    for run in one:
+        if run["seed"] in of_seed:
+            found.append(torch.tensor(run["by_group"]) - torch.tensor(of_seed[run["seed"]]))
+    return report.gain(torch.stack(found).mean(0).tolist())
+
+
+def table(record: str) -> str:
+    """Write rows, then questions. The columns are set by spaces while the runs go on."""
+    found = common.read(record)
+    names = ["mrr", "r1", "r10", "same_source"]
+    lines = [["row", "n", "t", "rate", "own", *names, "seconds", "siblings"]]
+    lines.append(["before", "", "", "", ""] + [f"{found['before'][name]:.1f}" for name in names])
+    for row, runs in by_row(found["runs"]).items():
+        settings = runs[0]["settings"]
+        own = settings.get(OPTIONS.get(settings["loss"]), "")
+        line = [row, len(runs), settings["temperature"], settings["rate"], own]
+        line += [report.spread([run[name] for run in runs]) for name in names]
+        for name in ("seconds", "siblings"):
+            values = [run[name] for run in runs if name in run]
+            line.append(report.spread(values, 0) if values else "")
+        lines.append(line)
+    lines.append(["difference", "n", "mrr", "by sources", "same_source"])
+    for question in QUESTIONS:
+        of_seeds = gaps(found["runs"], question)
+        if of_seeds:
+            line = [question, len(of_seeds), report.gain(of_seeds)]
+            line.append(by_sources(found["runs"], question))
+            lines.append(line + [report.gain(gaps(found["runs"], question, "same_source"))])
+    return "\n".join("  ".join(f"{cell!s:<12}" for cell in line).rstrip() for line in lines)
