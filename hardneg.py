@@ -289,12 +289,10 @@ def contrastive_loss(
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn, and above 2^24 pairs A·N·D
     for each step if its weights are detached. Ref: PRESETS"""
     options = resolve(options)
-    mask = negative_mask
-    _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group)
+    given = negatives, positive_index, labels, negative_mask, log_weights, group
+    _check_call(options, views, given)
     with torch.autocast(views[0].device.type, enabled=False):
-        anchors, shared = _line_up(
-            options, views, negatives, positive_index, labels, mask, log_weights, group
-        )
+        anchors, shared = _line_up(options, views, given)
         if "potential" in takes(options["weight_function"]):
             shared = shared._replace(
                 potential=_uncompiled(_couple, anchors, shared, group, options)
@@ -320,7 +318,7 @@ class _Answers(NamedTuple):
     clamped: Tensor  # (a,), True where debiasing leaves no more than its floor
 
 
-def answer(anchors: _Anchors, shared: _Shared, options: Options) -> _Answers:
+def answer(anchors, shared, options):
     """Answer the three questions for some anchors, each from its own row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice."""
     # 1. Who could be a negative?
@@ -358,14 +356,15 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         self.options = resolve(self.given)  # for readers only, since a call may override options
-        for name, value in self.given.items():
-            if isinstance(value, (nn.Parameter, nn.Module)):
-                setattr(self, name, value)  # so that it is trained, moved and saved
+        may_learn = nn.Parameter, nn.Module
+        self.learned = [name for name, x in self.given.items() if isinstance(x, may_learn)]
+        for name in self.learned:
+            setattr(self, name, self.given[name])  # so that it is trained, moved and saved
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
-        given = {name: getattr(self, name, value) for name, value in self.given.items()}
-        return contrastive_loss(*views, **given | call)
+        learned = {name: getattr(self, name) for name in self.learned}
+        return contrastive_loss(*views, **self.given | learned | call)
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
@@ -461,7 +460,11 @@ def transported(
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns as the logits are masked.
     The function gets a copy, so that a masked logit has no gradient."""
-    log_w = weights(logits.masked_fill(logits < FAR, MASKED))
+    try:
+        log_w = weights(logits.masked_fill(logits < FAR, MASKED))
+    except Exception as error:
+        error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors; {MATRIX_HINT}")
+        raise
     _check_result("weights", log_w, logits.shape)
     log_w = log_w.clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -650,10 +653,10 @@ class _Anchors(NamedTuple):
     log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
 
-    def of(self, rows: slice) -> _Anchors:
+    def of(self, rows):
         return self._make(None if x is None else x[rows] for x in self)
 
-    def blocks(self, size: int) -> list[_Anchors]:
+    def blocks(self, size):
         """Cut into blocks of `size` anchors."""
         return [self.of(slice(i, i + size)) for i in range(0, len(self.z), size)]
 
@@ -671,8 +674,9 @@ class _Shared(NamedTuple):
     batch: bool = False  # the candidates are the views, so the logits of all are symmetric
 
 
-def _line_up(options, views, negatives, positive_index, labels, mask, log_weights, group):
+def _line_up(options, views, given):
     """Arrange the arguments of a call as anchors, and what they share."""
+    negatives, positive_index, labels, mask, log_weights, group = given
     project = unit if options["normalize"] else _upcast
     b, v = len(views[0]), len(views)
     z = project(torch.cat(views))  # (V·B, D)
@@ -846,6 +850,7 @@ def sinkhorn(
     It is near 1 where rows cluster. A symmetric step multiplies the part along each eigenvector of
     A·P by (μ² − μ)/2, with μ its eigenvalue. That is at most 1/8 for μ ≥ −0.2. If the marginals
     force some P_ij that is not masked to 0, it may take 1/error steps. Ref: [2] Eq. 5"""
+    _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
         row_sums, column_sums = _log_sums(log_kernel(), g)
@@ -887,8 +892,10 @@ def _stops(error, step, max_steps, tolerance):
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
     converged = not error.item() > tolerance  # a NaN stops, too, as no step would remove it
     if step == max_steps and not converged:
-        advice = "Raise epsilon, check labels, or check that the kernel is symmetric."
-        _warn(f"Sinkhorn stopped after {step} steps with an error above {tolerance:.0e}. {advice}")
+        _warn(
+            f"Sinkhorn stopped after {step} steps with an error above {tolerance:.0e}. Raise "
+            "epsilon, check labels, or check that the kernel is symmetric."
+        )
     return converged or step == max_steps
 
 
@@ -945,7 +952,9 @@ def mine(
     _check_number("k", k, 1)
     _check_number("skip", skip, 0)
     if positives is None:
-        positives = torch.arange(n)
+        if n > size:
+            raise InvalidArgument(f"documents has {size} rows for {n} queries. Name positives=.")
+        positives = torch.arange(n, device=device)
     _check_tensor("positives", positives, "whole", (n,), (n, "P"))
     _check_rows("positives", positives, size)
     positives = torch.as_tensor(positives, device=device).view(n, -1)
@@ -1161,7 +1170,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # under create_graph=True alone
-            raise RuntimeError("A loss over several ranks cannot be differentiated twice.")
+            raise RuntimeError("A loss over ranks cannot be differentiated twice.")
         grad = grad.clone(memory_format=torch.contiguous_format)
         distributed.all_reduce(grad, group=ctx.group)
         ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
@@ -1268,7 +1277,6 @@ torch.empty(31 * 2**18)
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
     DEFAULTS[_name], ALLOWED[_name], TEXTS[_name] = _hint.__metadata__
-    TEXTS[_name] = inspect.cleandoc(TEXTS[_name])
 
 
 def _words_of(allowed):
@@ -1284,9 +1292,8 @@ def _explained():
     """Explain all options, for `help`."""
     entries = ["Options"]
     for name, text in TEXTS.items():
-        indented = text.replace("\n", "\n    ")
-        allowed = _words_of(ALLOWED[name])
-        entries.append(f"{name} = {DEFAULTS[name]!r}, {allowed}\n    {indented}")
+        indented = inspect.cleandoc(text).replace("\n", "\n    ")
+        entries.append(f"{name} = {DEFAULTS[name]!r}, {_words_of(ALLOWED[name])}\n    {indented}")
     return "\n".join(entries)
 
 
@@ -1294,7 +1301,7 @@ contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{_explained()}"
 ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 
 
-def resolve(given: Options) -> dict:
+def resolve(given):
     """Check the options of a call, and fill in those that are left open. Then add what follows from
     them, which is the functions of the rule and of the objective, and the facts of their rows."""
     loss = given.get("loss", DEFAULTS["loss"])
@@ -1303,8 +1310,7 @@ def resolve(given: Options) -> dict:
     options = DEFAULTS | dict(of_loss)
     for name, value in given.items():
         if name not in DEFAULTS:
-            similar = _nearest(name, DEFAULTS)
-            raise TypeError(f"there is no option {name!r}{similar}; see help(contrastive_loss)")
+            raise TypeError(f"there is no option {name!r}{_nearest(name, DEFAULTS)}")
         _check_option(name, value)
         if value is not None:  # None leaves it to the loss
             options[name] = value
@@ -1351,13 +1357,14 @@ def _check_number(name, value, low, high=10**18):
         _require(False, name, repr(value), _words_of([low, high]))
 
 
-def _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group):
+def _check_call(options, views, given):
     """Check the arguments of a call beside each other."""
+    negatives, positive_index, labels, mask, log_weights, group = given
     named = labels is not None or positive_index is not None
     if len(views) < 2 and not (views and named):
         raise InvalidArgument(
-            f"views has {len(views)} tensors. Give two or more (B, D). One is enough with labels=, "
-            "or with negatives= and positive_index=."
+            f"views has {len(views)} of them. Give two or more (B, D), or one with labels=, or one "
+            "with negatives= and positive_index=."
         )
     shape = "B", "D"
     for i, view in enumerate(views):
@@ -1396,7 +1403,7 @@ def _check_negatives(negatives, views, options, labels, group):
         if labels is not None or "potential" in takes(options["weight_function"]):
             raise InvalidArgument(
                 "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
-                f"weights, which is {options['weights']!r}, cannot be a coupling."
+                f"weights cannot be {options['weights']!r}, which is a coupling."
             )
     elif group is not None and _may_read(negatives):
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
@@ -1419,7 +1426,8 @@ def _check_tensor(name, x, kind, *shapes, hint=""):
         found = "boolean" if x.dtype == torch.bool else "whole"
         fits = kind == ("floating" if x.is_floating_point() else found)
     sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
-    _require(fits, name, _describe(x), f"a {kind or ''} tensor {sizes}{hint}")
+    words = f"{kind or ''} tensor".strip()
+    _require(fits, name, _describe(x), f"a {words} {sizes}{hint}")
 
 
 def _is_like(shape, wanted):
@@ -1429,9 +1437,9 @@ def _is_like(shape, wanted):
 
 def _check_rows(name, index, n):
     """Check that an index names rows from 0 to n − 1, or none by −1."""
-    if index is None or not _may_read(torch.as_tensor(index)):
+    if index is None or (torch.is_tensor(index) and not _may_read(index)):
         return
-    low, high = map(int, torch.as_tensor(index).aminmax())
+    low, high = map(int, torch.as_tensor(index, device="cpu").aminmax())
     if low < -1 or high >= n:
         raise InvalidArgument(f"{name} has rows from {low} to {high}. It can have −1 to {n - 1}.")
 

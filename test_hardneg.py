@@ -49,7 +49,7 @@ common = settings(deadline=None, database=None, suppress_health_check=unhurried)
 settings.register_profile("ci", common, max_examples=10, derandomize=True)
 settings.register_profile("explore", common, max_examples=300, derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|none of|views")
+pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|Debiasing|None of|negatives has")
 
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,8 +205,7 @@ def log_negatives(pos, neg, log_w, tau_plus=0.0, t=1.0, log_w_pos=None):
     log_all = hardneg.log_sum(neg, log_w)
     if tau_plus == 0:
         return log_all
-    log_mean_pos = hardneg.mean_of_positives(pos, log_w_pos)
-    given = hardneg.log_sum(log_w), log_mean_pos, n_of(neg), t, {"tau_plus": tau_plus}
+    given = hardneg.log_sum(log_w), pos, log_w_pos, n_of(neg), t, {"tau_plus": tau_plus}
     return hardneg.debias(log_all, *given)[0]
 
 
@@ -698,7 +697,7 @@ class TestTop:
 
 
 class TestTransported:
-    """Weights of the entropic coupling of anchors and candidates, with costs by `ground_cost`."""
+    """Weights of the entropic coupling of anchors and candidates, with costs of `COSTS`."""
 
     def test_epsilon_beyond_the_dtype(self):
         """t/ε underflows while the potentials still count."""
@@ -717,7 +716,7 @@ class TestSinkhorn:
         cosines = masked_logits(seed, a, n, share, empty and a > 1) / 2
         allowed = cosines > -INF
         assume(feasible(allowed))
-        costs = hardneg.ground_cost(torch.tensor(cosines), cost)
+        costs = hardneg.COSTS[cost](torch.tensor(cosines))
         close(costs[torch.tensor(allowed)], oracle.ground_cost(cosines[allowed], cost), 1e-12)
         # Sinkhorn settles in 1000 steps; costs of "exp" are up to e⁴
         epsilon = 7.4 * max(epsilon, 2.0) if cost == "exp" else max(epsilon, 0.5)
@@ -767,11 +766,9 @@ class TestSinkhorn:
         with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
             couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), False, 0.0, max_steps=2)
 
-    def test_refuses_to_take_no_step_and_an_unknown_cost(self):
+    def test_refuses_to_take_no_step(self):
         with pytest.raises(hardneg.InvalidArgument, match="^max_steps is 0; it must be "):
             couple(torch.zeros(2, 2), max_steps=0)
-        with pytest.raises(hardneg.InvalidArgument, match="^cost is 'square'; it must be "):
-            hardneg.ground_cost(torch.zeros(2, 2), "square")
 
     @given(**SEEDS)
     def test_exact_rows_do_not_stop_the_first_step(self, seed):
@@ -1058,9 +1055,9 @@ class TestNamedPositives:
         value = contrastive_loss(x, **given)
         close(contrastive_loss(x, **given, labels=[0, 1, 2, 3, 4, 5]), value, 1e-12)
 
-    SAID = [("none of . anchors has a candidate", {"labels": [1, 1, 1]})]
+    SAID = [("None of . anchors has a candidate", {"labels": [1, 1, 1]})]
     SAID += [
-        ("none of . anchors has a candidate", {"negative_mask": torch.zeros(3, dtype=torch.bool)})
+        ("None of . anchors has a candidate", {"negative_mask": torch.zeros(3, dtype=torch.bool)})
     ]
 
     @pytest.mark.parametrize("said, options", SAID)
@@ -1070,7 +1067,7 @@ class TestNamedPositives:
         with pytest.warns(UserWarning, match=said):
             _, stats = contrastive_loss(x, y, negatives=rows, return_stats=True, **options)
         assert stats["candidates"] == 0
-        with pytest.warns(UserWarning, match="none of 3 anchors has a positive"):
+        with pytest.warns(UserWarning, match="None of 3 anchors has a positive"):
             assert contrastive_loss(x, labels=[1, 2, 3]) == 0
 
     @pytest.mark.parametrize("block_size", [0, 1])
@@ -1088,7 +1085,7 @@ class TestNamedPositives:
 
     def test_rows_of_the_second_view_need_an_index(self):
         x, y = embeddings(1, 2, 3, 4)
-        with pytest.warns(UserWarning, match="name them in positive_index="):
+        with pytest.warns(UserWarning, match="Name them in positive_index="):
             contrastive_loss(x, y, negatives=torch.cat([x, y]))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -1099,10 +1096,10 @@ class TestNamedPositives:
 
     def test_one_view_needs_names(self):
         with pytest.raises(
-            hardneg.InvalidArgument, match="or one, with labels=, or with negatives="
+            hardneg.InvalidArgument, match="or one with labels=, or one with negatives="
         ):
             contrastive_loss(torch.ones(3, 2))
-        with pytest.raises(hardneg.InvalidArgument, match="^log_weights is not finite"):
+        with pytest.raises(hardneg.InvalidArgument, match="^log_weights has NaN or inf"):
             contrastive_loss(*embeddings(1, 2, 3, 4), log_weights=torch.ones(6).log() / 0)
 
     def test_a_matrix_of_the_whole_batch_in_blocks(self):
@@ -1229,7 +1226,9 @@ class TestContrastiveLossModule:
     def test_options(self):
         x, y = embeddings(3, 2, 4, 3)
         for call in (partial(contrastive_loss, x, y), hardneg.ContrastiveLoss):
-            with pytest.raises(TypeError, match="^there is no option 'temprature'; there are loss"):
+            with pytest.raises(
+                TypeError, match="^there is no option 'temprature'; did you mean 'temperature'"
+            ):
                 call(temprature=0.1)
         module = hardneg.ContrastiveLoss("hcl", beta=2.0, temperature=0.3)
         for options in ({}, {"beta": 0.5}, {"temperature": 0.1}):
@@ -1493,7 +1492,7 @@ class TestMine:
     @pytest.mark.parametrize("name, value", WRONG)
     def test_wrong_arguments(self, name, value):
         usual = {"queries": torch.eye(4), "documents": torch.eye(4), "k": 1}
-        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is "):
+        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} (is|has) "):
             hardneg.mine(**usual | {name: value})
 
     def test_lists_and_two_dtypes(self):
@@ -1529,7 +1528,7 @@ class TestDraw:
     def test_what_is_masked_has_no_weight(self, beta):
         log_w = hardneg.tilted(torch.tensor([[1.0, 2.0, hardneg.MASKED]]), beta)
         assert hardneg.draw(log_w, 2).sort().values.tolist() == [[0, 1]]
-        with pytest.raises(hardneg.InvalidArgument, match="^k is 3; it must be at most 2"):
+        with pytest.raises(hardneg.InvalidArgument, match="^k is 3, but a row of log_w has 2"):
             hardneg.draw(log_w, 3)
 
     @given(**MATRICES)
@@ -1552,7 +1551,7 @@ class TestDraw:
 
     @pytest.mark.parametrize("row, k", [*TOO_FEW, ([0, math.nan, 0], 1)])
     def test_too_few_candidates(self, row, k):
-        with pytest.raises(ValueError, match="^log_w is NaN" if math.nan in row else "^k is "):
+        with pytest.raises(ValueError, match="^log_w has NaN" if math.nan in row else "^k is "):
             hardneg.draw(torch.tensor([[0.0] * 3, row]), k)
 
 
@@ -1591,7 +1590,7 @@ class TestInvalidArguments:
                 assert torch.is_tensor(value) or str(value) in str(caught.value)
 
     SHAPES = [[], [(4, 3)], [(4, 3), (5, 3)], [(4, 3), (4, 2)]]
-    SHAPES += [[shape] * 2 for shape in ((1, 3), (0, 3), (4,), (4, 3, 1), (3, 0))]
+    SHAPES += [[shape] * 2 for shape in ((0, 3), (4,), (4, 3, 1), (3, 0))]
     VIEWS = [list(map(torch.ones, some)) for some in SHAPES]
     NO_VIEWS = [1.0], np.ones((3, 2)), (torch.ones(3, 2),) * 2
     VIEWS += [[some, torch.ones(3, 2)] for some in NO_VIEWS]
@@ -1599,7 +1598,7 @@ class TestInvalidArguments:
 
     @pytest.mark.parametrize("views", VIEWS)
     def test_views(self, views):
-        with pytest.raises(ValueError, match=r"^views(\[1\]|\[0\])? is "):
+        with pytest.raises(ValueError, match=r"^views(\[1\]|\[0\])? (is|has) "):
             contrastive_loss(*views)
 
     WRONG = [("labels", torch.zeros(shape), ()) for shape in (3, 8, (4, 2), ())]
@@ -1631,10 +1630,20 @@ class TestInvalidArguments:
     WRONG += [("group", "world", ()), ("group", True, ())]
 
     SAID = [  # argument, its value, rows given; what the error says
-        ("labels", torch.zeros(4), (2,), "is torch.float32 (4,); it must be a tensor (6)"),
-        ("labels", torch.zeros(4), (4, 2), "is given; it must be None with negatives (B, K, D)"),
-        ("positive_index", [0, 1, 2, 5], (5,), "is from 0 to 5; it must be from −1 to 4"),
-        ("positive_index", [0, 1, 2, 3], (), "is given; it must be None without negatives"),
+        (
+            "labels",
+            torch.zeros(4),
+            (2,),
+            "it must be a tensor (6) for 4 samples and 2 rows of negatives",
+        ),
+        (
+            "labels",
+            torch.zeros(4),
+            (4, 2),
+            "With negatives (B, K, D) anchors share no candidates. So labels must",
+        ),
+        ("positive_index", [0, 1, 2, 5], (5,), "has rows from 0 to 5. It can have −1 to 4"),
+        ("positive_index", [0, 1, 2, 3], (), "names rows of negatives, but there are none"),
         ("temperature", torch.ones(1), (), "it must be a number from 1e-06 to 1e+06"),
         ("alpha", 1.1, (), "is 1.1; it must be a number from 1e-09 to 1"),
     ]
@@ -1645,7 +1654,7 @@ class TestInvalidArguments:
                 contrastive_loss(torch.ones(4, 3), labels)
 
     WRONG += [("negative_mask", torch.ones(8, 8), ())]
-    SAID += [(name, value, k, f"{name} is ") for name, value, k in WRONG]
+    SAID += [(name, value, k, f"{name} ") for name, value, k in WRONG]
 
     @pytest.mark.parametrize("name, value, k, said", SAID)
     def test_errors_say_what_is_allowed(self, name, value, k, said):
@@ -1661,7 +1670,7 @@ class TestInvalidArguments:
         for value, mask, (place, name) in itertools.product((math.nan, -INF), masks, places):
             x = embeddings(2, 10, 3)
             x[place, 1] = value
-            with pytest.raises(hardneg.InvalidArgument, match=f"^{re.escape(name)} is not finite"):
+            with pytest.raises(hardneg.InvalidArgument, match=f"^{re.escape(name)} has NaN or inf"):
                 contrastive_loss(x[:4], x[4:8], negatives=x[8:], loss=loss, **mask)
 
     def test_large_embeddings_are_finite(self):
@@ -1889,10 +1898,10 @@ class TestGather:
         try:
             group, x = torch.distributed.group.WORLD, embeddings(0, 3, 4).requires_grad_()
             loss = contrastive_loss(x, x, block_size=0, group=group)
-            with pytest.raises(RuntimeError, match="a loss over ranks cannot be differentiated"):
+            with pytest.raises(RuntimeError, match="A loss over ranks cannot be differentiated"):
                 torch.autograd.grad(loss, x, create_graph=True)
             monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
-            with pytest.raises(hardneg.InvalidArgument, match="^negatives is another on each rank"):
+            with pytest.raises(hardneg.InvalidArgument, match="^negatives differs between ranks"):
                 contrastive_loss(x, x, negatives=x, group=group)
         finally:
             torch.distributed.destroy_process_group()

@@ -61,7 +61,7 @@ def product_coupling(allowed):
     return oracle.sinkhorn(np.where(allowed, 0.0, -np.inf))[0]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|debiasing|none of|views")
+pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|Debiasing|None of|negatives has")
 INF = math.inf
 
 
@@ -361,7 +361,7 @@ class TestTheorems:
         """Its loss is 1 − E x·x⁺ ≥ 0; that of the entropic coupling is at most ε log n lower."""
         x, y = normal(seed, 2, n, d)
         z, aligned = oracle.unit(x), (oracle.unit(x) * oracle.unit(y)).sum(1)
-        cost = numpy(hardneg.ground_cost(torch.tensor(z @ z.T), "sqeuclidean"))
+        cost = numpy(hardneg.COSTS["sqeuclidean"](torch.tensor(z @ z.T)))
         plan = exact_coupling(cost)
         close((plan * cost).sum(), 0, 1e-9)
 
@@ -571,7 +571,7 @@ class TestTheorems:
         allowed = cosines > -INF
         assume(allowed.any(0).all() and feasible(allowed))
         cost = oracle.ground_cost(cosines)
-        kernel = -hardneg.ground_cost(torch.tensor(cosines), "sqeuclidean") / epsilon
+        kernel = -hardneg.COSTS["sqeuclidean"](torch.tensor(cosines)) / epsilon
         f, g, _ = map(numpy, couple(kernel))
         u, v = epsilon * (f + math.log(a)), epsilon * (g + math.log(n))
         product = np.full((a, n), 1 / (a * n))
