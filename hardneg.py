@@ -65,32 +65,10 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 __version__ = "2.0.0"
-__all__ = [
-    "PRESETS",
-    "PAPERS",
-    "Options",
-    "contrastive_loss",
-    "ContrastiveLoss",
-    "mine",
-    "draw",
-    "uniform",
-    "tilted",
-    "hardest",
-    "top",
-    "transported",
-    "sinkhorn",
-    "nce",
-    "each",
-    "ppcl",
-    "decoupled",
-    "simple",
-    "triplet",
-    "published",
-    "gather",
-    "unit",
-    "InvalidArgument",
-    "NotFinite",
-]
+__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "ContrastiveLoss", "uniform",
+           "tilted", "hardest", "top", "transported", "sinkhorn", "nce", "each", "ppcl",
+           "decoupled", "simple", "triplet", "published", "mine", "draw", "gather", "unit",
+           "InvalidArgument", "NotFinite"]  # fmt: skip
 
 INF = math.inf
 
@@ -421,7 +399,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     # whole numbers, as 0.07 · 100 in floats exceeds 7, and its ceiling would be 8
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
-    fewest, most = 1, max(1, -(-candidates.shape[-1] * billionths // 10**9))
+    fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
     if _may_read(kept):
         fewest, most = map(int, kept.aminmax())
     nearest = candidates.topk(most, sorted=fewest < most).values
@@ -1062,8 +1040,8 @@ def _in_blocks(anchors, shared, options, size):
     backward pass computes each block again."""
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
-    of_sum = torch.ones_like(anchors.z[:, 0])
-    found = run(of_sum if summed and torch.is_grad_enabled() else None)
+    at_once = summed and torch.is_grad_enabled()
+    found = run(torch.ones_like(anchors.z[:, 0]) if at_once else None)
     if found is None:  # what a function of the user's learns is left to torch, in one block
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found

@@ -1,8 +1,9 @@
-"""Train an encoder without labels and measure what it has learned:
+"""Train an encoder without labels, and measure what it has learned:
 python train.py --loss hard --alpha 0.3
 
-It prints how well pixels and encoders tell the classes apart, and writes report.html, results.json
-and checkpoint.pt. From Python: train.run(train.Options(loss="hard", alpha=0.3)). Begin at `run`.
+It prints how well raw pixels, an untrained and the trained encoder tell the classes apart. It
+writes report.html, results.json and checkpoint.pt. From Python you can call
+train.run(train.Options(loss="hard", alpha=0.3)). To read this file, begin at `run`.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import warnings
 from collections import namedtuple
 from pathlib import Path
 
-# threads that wait for work sleep: beside another job, spinning would cost most of the time
+# Threads that wait for work sleep. If they span, another job beside this one would slow it down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 from tqdm import tqdm
@@ -24,7 +25,7 @@ from training import baselines, compare, flag_of, report, require, runs
 from training.images import KNOWN, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
-# a row where hardneg's defaults lose more than a point on the shapes.
+# a row if it loses more than a point on the shapes with hardneg's defaults.
 SMALL = {"batch_size": 64, "lr": 2e-3}
 LOSSES = {"simclr": {"temperature": 0.05}, "hard": {"temperature": 0.07}}
 LOSSES["hcl"] = {"temperature": 0.3, "beta": 1.0, "tau_plus": 0.1}
@@ -34,63 +35,99 @@ LOSSES["triplet"] = {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16
 METHODS = {"simclr": {}, "bank": {"momentum": 0.8, "epochs": 24} | SMALL}
 METHODS |= {"queue": {"momentum": 0.9, "epochs": 24} | SMALL, "clae": {}}
 METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
-TABLES = hardneg.RECIPES, LOSSES, METHODS  # later ones win
-BEST = hardneg.DEFAULTS
-LOGITS = "nce each ppcl decoupled"
+TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier one
 
-# Who takes an option; its default, None if TABLES, the loss or its taker fills it in; its type or
-# choices; what it is; what looks at it, if not all; its limits. To add an option, add a row.
+# The columns of FLAGS are
+#     taker    who takes the option: the loss, the method, the images, the training or the run
+#     default  None leaves it to TABLES, to the loss, or to the taker
+#     kind     a type, or the choices
+#     text     the sentence of --help
+#     of       the rules, objectives and methods that use it; empty if all do
+#     limits   least and most
+# To add an option, add a row. Options of the loss get theirs from hardneg.Options.
 Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", ()))
-FLAGS = {
-    "loss": Flag("loss", "hcl", hardneg.PRESETS, "weights and objective"),
-    "weights": Flag("loss", None, hardneg.WEIGHTS, "of negatives, if not the loss's"),
-    "objective": Flag("loss", None, hardneg.OBJECTIVES, "of the loss, if not the loss's"),
-    "temperature": Flag("loss", BEST["temperature"], float, "divides cosines", f"tilted {LOGITS}"),
-    "tau_plus": Flag("loss", None, float, "share of false negatives [1]", LOGITS),
-    "detach_weights": Flag("loss", None, bool, "no gradient through weights", "tilted transported"),
-    "beta": Flag("loss", BEST["beta"], float, "concentration on near negatives [1]", "tilted"),
-    "epsilon": Flag("loss", BEST["epsilon"], float, "regularisation, in costs [2]", "transported"),
-    "cost": Flag("loss", "sqeuclidean", ("sqeuclidean", "exp"), "of the coupling", "transported"),
-    "alpha": Flag("loss", BEST["alpha"], float, "share of nearest kept [4]", "top"),
-    "margin": Flag("loss", 0.0, float, "a squared distance, at least 0", "triplet"),
-    "method": Flag("run", "simclr", METHODS, "where candidates come from; bank [4], diffhard [3]"),
-    "momentum": Flag("method", None, float, "of the bank or the slow copy", "bank queue diffhard"),
-    "queue_size": Flag("method", 64, int, "earlier keys that are candidates", "queue", (1, 1e9)),
-    "bound": Flag("method", 0.005, float, "largest change of a pixel", "clae"),
-    "pairs": Flag("method", True, bool, "two images of a latent are positives", "diffhard"),
-    "ascent": Flag("method", True, bool, "the generator ascends the loss", "diffhard"),
-    "pretrain": Flag("method", 2, int, "epochs of the generator at first", "diffhard"),
-    "every": Flag("method", 8, int, "steps of the encoder for one of the generator", "diffhard"),
-    "width": Flag("method", 8, int, "channels of the generator; more on a GPU", "diffhard"),
-    "latent": Flag("method", 64, int, "dimensions of a latent", "diffhard"),
-    "data": Flag("images", "shapes", str, f"{KNOWN} of images"),
-    "root": Flag("free", "data", str, "folder of torchvision's sets, which are downloaded to it"),
-    "fraction": Flag("images", 1.0, float, "share of each class to train on", "", (1e-9, 1)),
-    "validation": Flag("images", False, bool, "to choose settings, test on training images"),
-    "size": Flag("images", None, int, "side in pixels; else their own, up to 96", "", (8, 1024)),
-    "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "the network"),
-    "views": Flag("run", "default", VIEWS, "random changes; small [1], coloured [4]"),
-    "anneal": Flag("run", False, bool, "lower beta to a fifth in five steps", "tilted"),
-    "lead_in": Flag("run", True, bool, "lower the share from 1 to alpha at first", "top"),
-    "recipe": Flag("training", "adamw", hardneg.RECIPES, "optimizer and rates; sgd [4], adam [1]"),
-    "epochs": Flag("training", None, int, "passes over the images"),
-    "batch_size": Flag("training", None, int, "images in a batch, at most"),
-    "micro_batch": Flag("training", None, int, "views in one pass, to save memory", "", (2, 1e9)),
-    "lr": Flag("training", None, float, "peak learning rate, above 0"),
-    "seed": Flag("training", 0, int, "of weights, order and views", "", (0, 1e9)),
-    "compile": Flag("free", False, bool, "compile the encoder, for a GPU; the start is slow"),
+CRITERION = ["loss", "weights", "objective", "temperature", "tau_plus", "detach_weights", "beta"]
+CRITERION += ["alpha", "epsilon", "cost", "margin"]
+ROWS = hardneg.WEIGHTS | hardneg.OBJECTIVES
+DEBIASED = [x for x in ROWS if "log_negatives" in hardneg.takes(ROWS[x][0])]
+# what the parameters of a rule or an objective do not tell
+USERS = {"temperature": ["tilted", *DEBIASED], "tau_plus": DEBIASED}
+USERS["detach_weights"] = ["tilted", "transported"]  # weights of others have no gradient
+
+
+def of_loss(name: str) -> Flag:
+    """Make the flag of an option of the loss from its entry in hardneg.Options."""
+    kind = hardneg.ALLOWED[name]
+    if isinstance(kind, list):
+        kind = float
+    elif True in kind:
+        kind = bool
+    text = " ".join(hardneg.TEXTS[name].split()).split(". ")[0].rstrip(".")
+    users = USERS.get(name, [x for x in ROWS if name in hardneg.takes(ROWS[x][0])])
+    return Flag("loss", hardneg.DEFAULTS[name], kind, text, " ".join(users))
+
+
+FLAGS = {name: of_loss(name) for name in CRITERION}
+FLAGS["loss"] = FLAGS["loss"]._replace(default="hcl")
+FLAGS |= {
+    "method": Flag(
+        "run",
+        "simclr",
+        METHODS,
+        "Where negatives come from: the batch (simclr), a memory of all images (bank [4]), earlier "
+        "batches (queue), the batch after an attack (clae), a generator (diffhard [3])",
+    ),
+    "momentum": Flag(
+        "method", None, float, "How slowly the memory or the slow copy moves", "bank queue diffhard"
+    ),
+    "queue_size": Flag("method", 64, int, "How many earlier keys it keeps", "queue", (1, 1e9)),
+    "bound": Flag("method", 0.005, float, "Largest change of a pixel by the attack", "clae"),
+    "pairs": Flag("method", True, bool, "Make two images of a latent positives", "diffhard"),
+    "ascent": Flag("method", True, bool, "Let the generator ascend the loss", "diffhard"),
+    "pretrain": Flag("method", 2, int, "Epochs of the generator alone at first", "diffhard"),
+    "every": Flag("method", 8, int, "Steps of the encoder for one of the generator", "diffhard"),
+    "width": Flag("method", 8, int, "Channels of the generator; try more on a GPU", "diffhard"),
+    "latent": Flag("method", 64, int, "Dimensions of a latent", "diffhard"),
+    "data": Flag("images", "shapes", str, f"Images: {KNOWN}"),
+    "root": Flag("free", "data", str, "Folder to which torchvision downloads its data sets"),
+    "fraction": Flag("images", 1.0, float, "Share of each class to train on", "", (1e-9, 1)),
+    "validation": Flag(
+        "images",
+        False,
+        bool,
+        "Measure on held-out training images instead of test images, to choose settings",
+    ),
+    "size": Flag("images", None, int, "Side in pixels; else their own, up to 96", "", (8, 1024)),
+    "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "The network"),
+    "views": Flag("run", "default", VIEWS, "Random changes of an image; small [1], coloured [4]"),
+    "anneal": Flag("run", False, bool, "Lower beta to a fifth in five steps", "tilted"),
+    "lead_in": Flag("run", True, bool, "Lower the share to keep from 1 to alpha at first", "top"),
+    "recipe": Flag("training", "adamw", hardneg.RECIPES, "Optimizer and rates; sgd [4], adam [1]"),
+    "epochs": Flag("training", None, int, "Passes over the images"),
+    "batch_size": Flag("training", None, int, "Images in a batch, at most"),
+    "micro_batch": Flag("training", None, int, "Views in one pass, to save memory", "", (2, 1e9)),
+    "lr": Flag("training", None, float, "Peak learning rate, above 0"),
+    "seed": Flag("training", 0, int, "Seed of weights, order and views", "", (0, 1e9)),
+    "compile": Flag("free", False, bool, "Compile the encoder, which pays on a GPU in long runs"),
     "device": Flag("free", "cuda" if torch.cuda.is_available() else "cpu", str, "cpu, cuda:1, …"),
-    "out": Flag("free", None, Path, "output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
-    "report": Flag("free", True, bool, "end with pictures of what was learned, in OUT/report.html"),
-    "overwrite": Flag("free", False, bool, "replace the run in OUT, finished or stopped"),
+    "out": Flag("free", None, Path, "Output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
+    "report": Flag("free", True, bool, "End with pictures of what was learned, in OUT/report.html"),
+    "overwrite": Flag("free", False, bool, "Replace the run in OUT, finished or stopped"),
 }
-CRITERION = [name for name, flag in FLAGS.items() if flag.taker == "loss"]
 FACTS = "loss method data seed epochs device".split()  # of results.json
 BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out overwrite".split()
 
 
+def users_of(name: str) -> str:
+    """List the losses and methods that use an option, or nothing if all do."""
+    users = FLAGS[name].of.split()
+    found = [loss for loss, row in hardneg.PRESETS.items() if {row[0], row[1]} & {*users}]
+    found += [method for method in METHODS if method in users]
+    return ", ".join(found)
+
+
 class Options(argparse.Namespace):
-    """Hold the options of a run: what is given, else what its method, loss and recipe need."""
+    """Hold the options of a run. What is not given is what its method, loss and recipe need."""
 
     def __init__(self, **given):
         given = {name: value for name, value in given.items() if value is not None}
@@ -99,7 +136,7 @@ class Options(argparse.Namespace):
         loss = (chosen | of_method | given)["loss"]
         chosen["weights"], chosen["objective"], _ = hardneg.PRESETS[loss]
         chosen |= of_recipe | LOSSES.get(loss, {}) | of_method
-        if chosen["recipe"] != "adamw":  # the tables suit adamw
+        if chosen["recipe"] != "adamw":  # the other tables were made for adamw
             chosen |= of_recipe
         super().__init__(**chosen | given)
         self.out = Path(self.out or runs.folder_of(self, f"{loss}-{self.seed}"))
@@ -113,25 +150,27 @@ class Options(argparse.Namespace):
         return {name: getattr(self, name) for name, flag in FLAGS.items() if flag.taker == taker}
 
     def has_effect(self, name: str) -> bool:
-        """Whether the loss and the method of this run look at an option."""
-        looking = FLAGS[name].of.split()
-        return not looking or not {self.weights, self.objective, self.method}.isdisjoint(looking)
+        """Whether the loss or the method of this run uses an option."""
+        users = FLAGS[name].of.split()
+        return not users or not {self.weights, self.objective, self.method}.isdisjoint(users)
 
     def of_the_run(self) -> dict:
-        """List what makes a run what it is: this has to stay when the run goes on."""
+        """List the options that have to stay the same if the run goes on after a stop."""
         fixed = [name for name in FLAGS if FLAGS[name].taker != "free" and self.has_effect(name)]
         return {name: getattr(self, name) for name in fixed if getattr(self, name) is not None}
 
 
 def parse(argv: list[str]) -> dict:
     """Parse a command line → the options that it gives."""
-    parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)  # no usage
+    parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
     parser.description = __doc__.split("\n\n")[0]
     parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
-    parser.add_argument("--help-all", action="help", help="explain all flags")
+    parser.add_argument("--help-all", action="help", help="Explain all options")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
-    parser.add_argument("--compare", nargs="+", **losses, help="train with each, and compare")
-    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each loss (3)")
+    parser.add_argument(
+        "--compare", nargs="+", **losses, help="Train with each of these losses, and compare them"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="Runs of each loss (default 3)")
     for name, flag in FLAGS.items():
         more = {"type": flag.kind, "metavar": getattr(flag.kind, "__name__", "").upper()}
         if flag.kind is bool:
@@ -143,8 +182,9 @@ def parse(argv: list[str]) -> dict:
         known = [] if flag.default is None else [f"{flag.default}"]
         for table in TABLES:
             known += [f"{row[name]} for {of}" for of, row in table.items() if name in row]
-        looking = f"{', '.join(flag.of.split())}: " if flag.of else ""
-        more["help"] = f"{looking}{flag.text} ({', '.join(known) or None})".replace("%", "%%")
+        users = f"; used by {users_of(name)}" if flag.of else ""
+        default = f" (default {', '.join(known)})" if known else ""
+        more["help"] = f"{flag.text}{users}{default}".replace("%", "%%")
         if name not in BRIEF and "--help-all" not in argv:
             more["help"] = argparse.SUPPRESS
         parser.add_argument(flag_of(name), default=None, **more)
@@ -155,13 +195,13 @@ def parse(argv: list[str]) -> dict:
 
 
 def run(options: Options, images: Images | None = None, known: dict | None = None) -> dict:
-    """Train an encoder, measure it, save what was found → the content of results.json.
-    Several runs may share images, and the figures that `report.measure` knows."""
+    """Train an encoder, measure it, and save what was found → the content of results.json.
+    Several runs may share images, and figures that `report.measure` has found before."""
     with runs.alone(options.out):
         results = runs.finished(options)
         if results is not None:
             report.print_table(results)
-            print(f"finished before, in {options.out}; --overwrite replaces it")
+            print(f"This run was finished before. --overwrite replaces {options.out}.")
             return results
         images = images or read(options)
         settings = options.of_the_run()
@@ -177,7 +217,7 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         if options.report:
             report.write_page(options, encoder, images, results)
         results["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__}
-        runs.write_json(options.out / runs.RESULTS, results)  # last: the run is at its end
+        runs.write_json(options.out / runs.RESULTS, results)  # last, as it marks the end of the run
         print(f"saved in {options.out}/")
         return results
 
@@ -202,7 +242,7 @@ def build(options: Options, images: Images) -> tuple:
 def make_method(options: Options, criterion, encoder, images: Images) -> hardneg.SimCLR:
     """Make the method of training that the options name."""
     size = images.train.shape[-1]
-    blurred = {"blur": 0.5} if size > 64 else {}  # blur hides what small images show
+    blurred = {"blur": 0.5} if size > 64 else {}  # it would hide what small images show
     views = {"view_options": blurred | VIEWS[options.views]}
     own = {name: x for name, x in options.of("method").items() if options.has_effect(name)}
     if options.method == "bank":
@@ -229,7 +269,7 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
         for figures in training:
             seen.append(figures)
             shown = bar.update(figures["images"])  # at most once a second
-            if shown and "loss" in figures:  # to read it, the host waits for the device
+            if shown and "loss" in figures:  # seldom, as reading it waits for the device
                 bar.set_postfix_str(f"loss {float(figures['loss']):.3f}")
             now = time.perf_counter()
             if training.step_in_epoch > 0 and now - saved < 60:
@@ -254,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
         act(parse(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("\nStopped; the same command goes on, without --overwrite.", file=sys.stderr)
+        print("\nStopped. The same command without --overwrite goes on.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os._exit(141)
@@ -266,12 +306,16 @@ def main(argv: list[str] | None = None) -> None:
 def act(given: dict) -> None:
     """Check the options of a command, then do what it asks for."""
     several, both = {"compare", "seeds"} & given.keys(), {"compare", "loss"} <= given.keys()
-    require(not both, "--loss", given.get("loss"), "left out with --compare")
+    if both:
+        raise hardneg.InvalidArgument("Use either --loss or --compare, not both.")
     losses, seeds = given.pop("compare", [given.get("loss")]), given.pop("seeds", 3)
     rows = [Options(**given | {"loss": loss}) for loss in dict.fromkeys(losses)]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
-            print(f"{flag_of(name, value)} has no effect here")
+            cause = "method" if FLAGS[name].taker == "method" else "loss"
+            chosen = dict.fromkeys(f"--{cause} {getattr(row, cause)}" for row in rows)
+            reason = f"{', '.join(chosen)}. It is for {users_of(name)}."
+            print(f"{flag_of(name, value)} has no effect with {reason}")
     for row in rows:
         check(row)
     if several:
@@ -282,7 +326,7 @@ def act(given: dict) -> None:
 
 
 def check(options: Options) -> None:
-    """Find mistakes in the options before anything slow: build the run for four images."""
+    """Find mistakes in the options before anything slow, by building the run for four images."""
     try:
         torch.zeros(1, device=options.device).item()
     except (RuntimeError, AssertionError):

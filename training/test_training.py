@@ -319,7 +319,7 @@ class TestRuns:
             patch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
             patch.setattr(Training, "_step", interrupted)
             said = quit_with([*SMALL_WORDS, *words, "--out", tmp_path / "cut"], capsys)
-        assert said.startswith("130") and "the same command goes on" in said
+        assert said.startswith("130") and "The same command without --overwrite goes on" in said
         at = runs.read_checkpoint(tmp_path / "cut", "cpu")["training"]["step_in_epoch"]
         assert at == (1 if minutes else 0) and not (tmp_path / "cut" / "results.json").exists()
         cut, found = finish(tmp_path / "cut", **options)
@@ -445,14 +445,17 @@ DEFAULTS = """
 """
 # a command | what it says of flags without effect
 IDLE = """
---loss simclr --beta 2 --anneal | --beta has no effect here; --anneal has no effect here
---loss hcl --no-lead-in | --no-lead-in has no effect here
---loss triplet --temperature 1 | --temperature has no effect here
+--loss simclr --beta 2 | --beta has no effect with --loss simclr. It is for hcl.
+--loss simclr --anneal | --anneal has no effect with --loss simclr. It is for hcl.
+--loss hcl --no-lead-in | --no-lead-in has no effect with --loss hcl. It is for hard, hard-simple.
+--loss simple --temperature 1 | --temperature has no effect with --loss simple. It is for simclr, \
+debiased, hcl, ot, hard, ppcl, supcon.
 --loss triplet --epsilon 1 --weights transported |
---bound .1 --momentum .5 | --momentum has no effect here; --bound has no effect here
+--momentum .5 | --momentum has no effect with --method simclr. It is for bank, queue, diffhard.
 --loss simple --weights tilted --temperature 1 |
 --compare hcl hard --alpha .3 |
---compare hcl ot --alpha .3 | --alpha has no effect here
+--compare hcl ot --alpha .3 | --alpha has no effect with --loss hcl, --loss ot. It is for hard, \
+hard-simple.
 --loss ppcl --tau-plus .1 |
 """
 
@@ -662,7 +665,7 @@ class TestCommand:
             train.main([flag])
         said = capsys.readouterr().out
         assert least < len(said.splitlines()) < most
-        assert "(hcl, ppcl for diffhard)" in " ".join(said.split())
+        assert "(default hcl, ppcl for diffhard)" in " ".join(said.split())
 
     @pytest.mark.parametrize("words, complaint", table(MISTAKES))
     def test_mistakes_are_named(self, words, complaint, tmp_path, monkeypatch, capsys):
