@@ -74,8 +74,8 @@ FLAGS |= {
         "run",
         "simclr",
         METHODS,
-        "Where negatives come from: the batch (simclr), a memory of all images (bank [4]), earlier "
-        "batches (queue), the batch after an attack (clae), a generator (diffhard [3])",
+        "Where negatives come from: the batch, a memory of all images [4], a queue of earlier "
+        "batches, an attack (clae), or a generator (diffhard [3])",
     ),
     "momentum": Flag(
         "method", None, float, "How slowly the memory or the slow copy moves", "bank queue diffhard"
