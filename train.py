@@ -179,7 +179,7 @@ def parse(argv: list[str]) -> dict:
             more = {"choices": flag.kind}
         if name == "alpha":
             more |= {"nargs": "?"}  # without a number: the default
-        known = [] if flag.default is None else [f"{flag.default}"]
+        known = [] if flag.default in (None, False) else [f"{flag.default}"]
         for table in TABLES:
             known += [f"{row[name]} for {of}" for of, row in table.items() if name in row]
         users = f"; used by {users_of(name)}" if flag.of else ""
