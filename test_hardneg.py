@@ -670,6 +670,20 @@ def start(words, folder):
 
 
 # ---- Sections 2 and 5: weights, transport
+class TestTop:
+    """The same entries are kept whether or not the host may see that all rows keep as many."""
+
+    @given(
+        **MATRICES, alpha=st.sampled_from([0.01, 0.3, 0.5, 1.0]), share=st.sampled_from([0, 0.4])
+    )
+    def test_a_gpu_sorts(self, seed, a, n, alpha, share):
+        logits = masked(masked_logits(seed, a, n, share))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardneg, "_may_read", lambda x: False)
+            sorts = hardneg.top(logits, alpha)
+        assert torch.equal(hardneg.top(logits, alpha), sorts)
+
+
 class TestWeights:
     """The rules uniform, tilted, hardest, top and transported are the oracle's."""
 
@@ -1178,6 +1192,41 @@ class TestFunctions:
             value = contrastive_loss(*x, **given, reduction=reduction, block_size=size)
             slopes += torch.autograd.grad(value.sum(), learned)
         close(*slopes, 1e-12)
+
+    LEARNED = {"part": st.sampled_from(["weights", "objective"]), "size": st.integers(1, 13)}
+    LEARNED |= {"kind": st.sampled_from(["leaf", "computed", "module"])}
+    LEARNED |= {"reduction": st.sampled_from(["mean", "sum", "none"]), "least": st.floats(-10, 10)}
+
+    @at_least(40)
+    @given(**SEEDS, **LEARNED)
+    def test_parameters_may_enter_any_anchors(self, seed, part, size, kind, reduction, least):
+        """Those with a logit above `least`; a block of others knows nothing of the parameters."""
+        x = embeddings(seed, 2, 6, 3).requires_grad_()
+        torch.manual_seed(seed)
+        module = nn.Linear(1, 1).double()
+        scale = module.weight.exp()  # a graph before it, which may be needed more than once
+
+        def learned(logits):
+            if kind == "module":
+                return module(logits[..., None])[..., 0]
+            return logits * (scale if kind == "computed" else module.weight)
+
+        def function(logits, *others):
+            chosen = logits.amax(1) > least
+            if chosen.any():
+                logits = torch.where(chosen[:, None], learned(logits), logits)
+            if part == "weights":
+                return logits
+            return logits.logsumexp(1) + others[0].logsumexp(1)
+
+        found, inputs = [], [x, module.weight, module.bias]
+        for block_size in (0, size):
+            options = {part: function, "reduction": reduction, "block_size": block_size}
+            value = contrastive_loss(*x, **options)
+            value = (value * embeddings(1, *value.shape)).sum()
+            gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+            found.append([0 * x if y is None else y for y in (value.detach(), *gradients)])
+        all_close(*found, 1e-12)
 
     def test_may_be_random(self):
         x = embeddings(1, 2, 6, 3).requires_grad_()  # whose candidates the loss does not read
@@ -1767,6 +1816,33 @@ print(peak() - before)
         with Operations() as operations:
             compiled(x, y).backward()
         assert operations.bytes < 3000 * 3000
+
+
+class TestRows:
+    """A rule, an objective and an option stand in one row, which has all facts."""
+
+    def test_rows_name_what_is_there(self):
+        """What a function's parameters name is filled in, so a misspelt one fails here."""
+        for name, (rule, mean) in hardneg.WEIGHTS.items():
+            known = {"logits", "candidates", "potential", "t", *hardneg.DEFAULTS}
+            assert set(hardneg.takes(rule)) <= known, name
+            assert mean in ("one", "scaled", "any"), name
+        for name, (objective, by_label) in hardneg.OBJECTIVES.items():
+            known = {"pos", "neg", "log_w", "log_negatives", "t", *hardneg.DEFAULTS}
+            assert set(hardneg.takes(objective)) <= known, name
+            assert isinstance(by_label, bool), name
+        for name, (weights, objective, _) in hardneg.PRESETS.items():
+            assert weights in hardneg.WEIGHTS and objective in hardneg.OBJECTIVES, name
+
+    def test_an_option_is_one_entry(self):
+        """Its sentences are in the help, its default is allowed, and it is used by a row."""
+        for help_text in (contrastive_loss.__doc__, hardneg.ContrastiveLoss.__doc__):
+            words = " ".join(help_text.split())
+            for name, text in hardneg.TEXTS.items():
+                assert f"{name} = {hardneg.DEFAULTS[name]!r}, " in words
+                assert " ".join(text.split()) in words and text.strip().endswith("."), name
+        for name, default in hardneg.DEFAULTS.items():
+            hardneg._check_option(name, default)
 
 
 class TestWhatIsReadRuns:
