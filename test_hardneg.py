@@ -670,7 +670,7 @@ def start(words, folder):
 
 
 # ---- Sections 2 and 5: weights, transport
-class TestTop:
+class TestTopSorted:
     """The same entries are kept whether or not the host may see that all rows keep as many."""
 
     @given(
