@@ -471,17 +471,18 @@ def weigh(pos, neg, n, anchors, shared, options):
     weights (a, M) of positives. A positive is weighed as a candidate of its logit would be, without
     a potential."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
-    log_total = n.log().clamp_min(MASKED)  # if the mean is 1; −∞ for an anchor without candidates
     if options["mean"] == "scaled":
-        log_w = torch.log_softmax(log_w, -1) + log_total[:, None]
+        log_w = torch.log_softmax(log_w, -1) + n.log().clamp_min(MASKED)[:, None]
     if anchors.log_weights is not None:
         log_w = log_w + anchors.log_weights
-    log_w_pos = uniform(pos)
-    if options["tau_plus"] != 0:
-        if options["mean"] == "any" or anchors.log_weights is not None:
-            log_total = log_sum(log_w)
-        if pos.shape[1] > 1:  # the weight of a single one cancels
-            log_w_pos = by_rule(pos, neg, 0.0, shared.t, options)
+    if options["tau_plus"] == 0:
+        return log_w, None, None  # the others are for debiasing alone
+    log_total = n.clamp_min(1).log()
+    if options["mean"] == "any" or anchors.log_weights is not None:
+        log_total = log_sum(log_w)
+    log_w_pos = None
+    if pos.shape[1] > 1:  # the weight of a single one cancels
+        log_w_pos = by_rule(pos, neg, 0.0, shared.t, options)
     return log_w, log_total, log_w_pos
 
 
@@ -603,10 +604,12 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     """Debias log_negatives, given the log of the sum of weights → (a,), and where it is clamped."""
-    # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So those that
-    # are present share the weight equally if `top` drops them all.
-    shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
-    log_mean_pos = log_sum(pos, shares)  # log E⁺
+    log_mean_pos = pos[:, 0]  # log E⁺
+    if log_w_pos is not None:
+        # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So those
+        # that are present share the weight equally if `top` drops them all.
+        shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
+        log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
     tau_plus = options["tau_plus"]
     tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
@@ -677,9 +680,10 @@ def _line_up(options, views, given):
         own = torch.full((b, 1), -1, device=z.device)
     if positive_index is not None:
         own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
-    pos = anchors[:, :0]  # of a single view, whose positives `who` finds among the candidates
     if v > 1:
         pos = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
+    else:
+        pos = anchors[:, :0]  # `who` finds the positives among the candidates
 
     # What is known of pairs
     candidate_labels = None
@@ -1313,9 +1317,6 @@ def _nearest(name, known):
 def _check_option(name, value):
     allowed = ALLOWED[name]
     if callable(value) and name in ("weights", "objective"):
-        # by its name a function of this file is used with the facts of its row
-        known = [function for function, _ in allowed.values()]
-        _require(value not in known, name, repr(value), "its name in quotes")
         return
     if value is None and DEFAULTS[name] is None:
         return
