@@ -1326,6 +1326,10 @@ __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_mic
 __all__ += ["annealed_beta", "lead_in"]
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
+# A view draws one number in [0, 1) for each of these names. To add a transformation, add the names
+# that it needs. Then every seed gives other views.
+DRAWS = "area ratio x y flip jitter brightness contrast saturation hue gray sigma blur".split()
+
 
 def view(
     images: Tensor,
@@ -1343,37 +1347,47 @@ def view(
     sigma: tuple = (0.1, 2.0),
 ) -> Tensor:
     """Draw one random view of every image: a resized crop, a flip, colour jitter, grayscale, blur.
-    images (B, 3, H, W), bytes or floats in [0, 1] → float32 or float64 in [0, 1], with a gradient
-    generator    on the images' device; a generator in the same state repeats a view
-    area         range of the crop's share of the image
-    ratio        range of the crop's width / height, over the image's; clipped to the image
-    flip, jitter, gray, blur    probabilities of a mirror image, colour jitter, no colour, a blur
-    brightness, contrast, saturation    x: each factor is drawn from [1 − x, 1 + x]
-    hue          x: the turn of the colour circle is drawn from [−x, x], 1 is a full turn
-    sigma        range of the blur's standard deviation, in pixels
-    Defaults are those of [6] for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one
-    affine map of luma and chroma, so its parts have no order. Ref: [6] App. A; [3] 3.1"""
+
+    images       (B, 3, H, W), bytes or floats in [0, 1].
+    generator    A generator on the images' device. In the same state it repeats the views.
+    area         The range of the crop's area, as a share of the image.
+    ratio        The range of the crop's width / height, as a multiple of the image's. A side that
+                 would be longer than the image's is cut to it.
+    flip         The probability of a mirror image.
+    jitter       The probability of colour jitter, which changes brightness, contrast, saturation
+                 and hue.
+    brightness   The factor of brightness is drawn from [1 − brightness, 1 + brightness].
+    contrast     The factor of contrast is drawn in the same way.
+    saturation   The factor of saturation is drawn in the same way.
+    hue          The colour circle turns by an angle drawn from [−hue, hue]. 1 is a full turn.
+    gray         The probability of an image without colour.
+    blur         The probability of a blur.
+    sigma        The range of the blur's standard deviation, in pixels.
+
+    The views are float32 or float64, in [0, 1], with a gradient in the images. The defaults are
+    those of [6] for 32 × 32 images, but area starts at 0.2 instead of 0.08. One affine map of luma
+    and chroma makes all changes of colour, so they have no order. Ref: [6] App. A; [3] 3.1"""
     _check_tensor("images", images, None, ("B", 3, "H", "W"))
     x = _floats(images)
-    draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32)
-    draws = draws.to(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):  # 16 bits cannot tell pixels apart
-        x = _crop(x, draws[:, :5], area, ratio, flip)
-        x = _recolour(x, draws[:, 5:11], jitter, brightness, contrast, saturation, hue, gray)
+    size = len(x), len(DRAWS)
+    draws = torch.rand(size, generator=generator, device=x.device, dtype=torch.float32)
+    draws = dict(zip(DRAWS, draws.to(x.dtype).unbind(1), strict=True))  # each is (B,)
+    with torch.autocast(x.device.type, enabled=False):  # places of pixels need more than 16 bits
+        x = _crop(x, draws, area, ratio, flip)
+        x = _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray)
         if blur > 0:
-            x = _blur(x, _between(draws[:, 11], sigma), draws[:, 12] < blur)
+            x = _blur(x, _between(draws["sigma"], sigma), draws["blur"] < blur)
     return x.clamp(0, 1)
 
 
 def _crop(x, draws, area, ratio, flip):
-    for_area, for_ratio, for_x, for_y, for_flip = draws.unbind(1)  # (B,) each
-    share = _between(for_area, area)
-    aspect = _between(for_ratio, (math.log(ratio[0]), math.log(ratio[1]))).exp()
+    share = _between(draws["area"], area)
+    aspect = _between(draws["ratio"], (math.log(ratio[0]), math.log(ratio[1]))).exp()
     width = (share * aspect).sqrt().clamp_max(1)  # 1 is the whole image
     height = (share / aspect).sqrt().clamp_max(1)
-    center_x = (1 - width) * (2 * for_x - 1)  # coordinates go from −1 to 1
-    center_y = (1 - height) * (2 * for_y - 1)
-    mirror = 1 - 2 * (for_flip < flip).to(x.dtype)  # −1 for a mirror image
+    center_x = (1 - width) * (2 * draws["x"] - 1)  # coordinates go from −1 to 1
+    center_y = (1 - height) * (2 * draws["y"] - 1)
+    mirror = 1 - 2 * (draws["flip"] < flip).to(x.dtype)  # −1 for a mirror image
     zero = torch.zeros_like(width)
     theta = torch.stack([width * mirror, zero, center_x, zero, height, center_y], 1)
     grid = F.affine_grid(theta.view(-1, 2, 3), x.shape, align_corners=False)  # (B, H, W, 2)
@@ -1381,26 +1395,28 @@ def _crop(x, draws, area, ratio, flip):
 
 
 def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
-    """Go from rgb to yiq, scale and turn chroma, and go back: a matrix and an offset an image."""
-    for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws.unbind(1)
-    changed = (for_jitter < jitter).to(x.dtype)  # 1 or 0
-    light = 1 + changed * _between(for_light, (-brightness, brightness))
-    spread = 1 + changed * _between(for_contrast, (-contrast, contrast))
-    colour = 1 + changed * _between(for_colour, (-saturation, saturation))
-    colour = colour * (for_gray >= gray)
-    angle = changed * _between(for_hue, (-hue, hue)) * 2 * math.pi
+    """Change colours in YIQ, where Y is luma and (I, Q) is chroma.
+    Chroma is scaled and turned. Then all of the image is scaled about its mean luma. For each image
+    this is one 3 × 3 matrix and one offset."""
+    changed = (draws["jitter"] < jitter).to(x.dtype)  # 1 or 0
+    light = 1 + changed * _between(draws["brightness"], (-brightness, brightness))
+    spread = 1 + changed * _between(draws["contrast"], (-contrast, contrast))
+    colour = 1 + changed * _between(draws["saturation"], (-saturation, saturation))
+    colour = colour * (draws["gray"] >= gray)
+    angle = changed * _between(draws["hue"], (-hue, hue)) * 2 * math.pi
     cos = angle.cos() * colour
     sin = angle.sin() * colour
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
     to_yiq, to_rgb = _colour_maps(x.device, x.dtype)
-    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,): contrast keeps it
+    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,), and contrast does not change it
     pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
     pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
     return pixels.view_as(x)
 
 
-def _floats(images):  # half precision is too coarse for the coordinates of pixels
+def _floats(images):
+    """Return bytes as floats in [0, 1], and floats of 16 bits as float32."""
     if not images.is_floating_point():
         return images / 255
     return _upcast(images)
@@ -1413,16 +1429,17 @@ def _between(draw, ends):
 
 @functools.lru_cache
 def _colour_maps(device, dtype):
-    """Make maps (3, 3): rgb to luma, two axes of chroma, and back. Cached: a copy stalls a GPU."""
+    """Return matrices (3, 3) from RGB to YIQ and back.
+    They are cached, because a GPU would wait for each copy from the CPU."""
     rows = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
-    with torch.inference_mode(False):  # tensors made in inference mode could not serve training
+    with torch.inference_mode(False):  # training cannot use a tensor made in inference mode
         to_yiq = torch.tensor(rows, device=device, dtype=torch.float32)
         return to_yiq.to(dtype), torch.linalg.inv(to_yiq).to(dtype)
 
 
 def _blur(x, deviation, chosen):
     height, width = x.shape[2:]
-    radius = max(1, min(height, width) // 20)  # a kernel a tenth as wide as the image: [6]
+    radius = max(1, min(height, width) // 20)  # the kernel is a tenth as wide as the image [6]
     steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
     kernel = torch.softmax(-((steps / deviation[:, None]) ** 2) / 2, 1)  # (B, 2·radius + 1)
     kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
