@@ -1460,6 +1460,10 @@ __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_mic
 __all__ += ["annealed_beta", "lead_in"]
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
+# A view draws one number in [0, 1) for each of these names. To add a transformation, add the names
+# that it needs. Then every seed gives other views.
+DRAWS = "area ratio x y flip jitter brightness contrast saturation hue gray sigma blur".split()
+
 
 def view(
     images: Tensor,
@@ -1477,37 +1481,47 @@ def view(
     sigma: tuple = (0.1, 2.0),
 ) -> Tensor:
     """Draw one random view of every image: a resized crop, a flip, colour jitter, grayscale, blur.
-    images (B, 3, H, W), bytes or floats in [0, 1] → float32 or float64 in [0, 1], with a gradient
-    generator    on the images' device; a generator in the same state repeats a view
-    area         range of the crop's share of the image
-    ratio        range of the crop's width / height, over the image's; clipped to the image
-    flip, jitter, gray, blur    probabilities of a mirror image, colour jitter, no colour, a blur
-    brightness, contrast, saturation    x: each factor is drawn from [1 − x, 1 + x]
-    hue          x: the turn of the colour circle is drawn from [−x, x], 1 is a full turn
-    sigma        range of the blur's standard deviation, in pixels
-    Defaults are those of [6] for 32 × 32 images, but area starts at 0.2, not 0.08. Colour is one
-    affine map of luma and chroma, so its parts have no order. Ref: [6] App. A; [3] 3.1"""
+
+    images       (B, 3, H, W), bytes or floats in [0, 1].
+    generator    A generator on the images' device. In the same state it repeats the views.
+    area         The range of the crop's area, as a share of the image.
+    ratio        The range of the crop's width / height, as a multiple of the image's. A side that
+                 would be longer than the image's is cut to it.
+    flip         The probability of a mirror image.
+    jitter       The probability of colour jitter, which changes brightness, contrast, saturation
+                 and hue.
+    brightness   The factor of brightness is drawn from [1 − brightness, 1 + brightness].
+    contrast     The factor of contrast is drawn in the same way.
+    saturation   The factor of saturation is drawn in the same way.
+    hue          The colour circle turns by an angle drawn from [−hue, hue]. 1 is a full turn.
+    gray         The probability of an image without colour.
+    blur         The probability of a blur.
+    sigma        The range of the blur's standard deviation, in pixels.
+
+    The views are float32 or float64, in [0, 1], with a gradient in the images. The defaults are
+    those of [6] for 32 × 32 images, but area starts at 0.2 instead of 0.08. One affine map of luma
+    and chroma makes all changes of colour, so they have no order. Ref: [6] App. A; [3] 3.1"""
     _check_tensor("images", images, None, ("B", 3, "H", "W"))
     x = _floats(images)
-    draws = torch.rand(len(x), 13, generator=generator, device=x.device, dtype=torch.float32)
-    draws = draws.to(x.dtype)
-    with torch.autocast(x.device.type, enabled=False):  # 16 bits cannot tell pixels apart
-        x = _crop(x, draws[:, :5], area, ratio, flip)
-        x = _recolour(x, draws[:, 5:11], jitter, brightness, contrast, saturation, hue, gray)
+    size = len(x), len(DRAWS)
+    draws = torch.rand(size, generator=generator, device=x.device, dtype=torch.float32)
+    draws = dict(zip(DRAWS, draws.to(x.dtype).unbind(1), strict=True))  # each is (B,)
+    with torch.autocast(x.device.type, enabled=False):  # places of pixels need more than 16 bits
+        x = _crop(x, draws, area, ratio, flip)
+        x = _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray)
         if blur > 0:
-            x = _blur(x, _between(draws[:, 11], sigma), draws[:, 12] < blur)
+            x = _blur(x, _between(draws["sigma"], sigma), draws["blur"] < blur)
     return x.clamp(0, 1)
 
 
 def _crop(x, draws, area, ratio, flip):
-    for_area, for_ratio, for_x, for_y, for_flip = draws.unbind(1)  # (B,) each
-    share = _between(for_area, area)
-    aspect = _between(for_ratio, (math.log(ratio[0]), math.log(ratio[1]))).exp()
+    share = _between(draws["area"], area)
+    aspect = _between(draws["ratio"], (math.log(ratio[0]), math.log(ratio[1]))).exp()
     width = (share * aspect).sqrt().clamp_max(1)  # 1 is the whole image
     height = (share / aspect).sqrt().clamp_max(1)
-    center_x = (1 - width) * (2 * for_x - 1)  # coordinates go from −1 to 1
-    center_y = (1 - height) * (2 * for_y - 1)
-    mirror = 1 - 2 * (for_flip < flip).to(x.dtype)  # −1 for a mirror image
+    center_x = (1 - width) * (2 * draws["x"] - 1)  # coordinates go from −1 to 1
+    center_y = (1 - height) * (2 * draws["y"] - 1)
+    mirror = 1 - 2 * (draws["flip"] < flip).to(x.dtype)  # −1 for a mirror image
     zero = torch.zeros_like(width)
     theta = torch.stack([width * mirror, zero, center_x, zero, height, center_y], 1)
     grid = F.affine_grid(theta.view(-1, 2, 3), x.shape, align_corners=False)  # (B, H, W, 2)
@@ -1515,26 +1529,28 @@ def _crop(x, draws, area, ratio, flip):
 
 
 def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
-    """Go from rgb to yiq, scale and turn chroma, and go back: a matrix and an offset an image."""
-    for_jitter, for_light, for_contrast, for_colour, for_hue, for_gray = draws.unbind(1)
-    changed = (for_jitter < jitter).to(x.dtype)  # 1 or 0
-    light = 1 + changed * _between(for_light, (-brightness, brightness))
-    spread = 1 + changed * _between(for_contrast, (-contrast, contrast))
-    colour = 1 + changed * _between(for_colour, (-saturation, saturation))
-    colour = colour * (for_gray >= gray)
-    angle = changed * _between(for_hue, (-hue, hue)) * 2 * math.pi
+    """Change colours in YIQ, where Y is luma and (I, Q) is chroma.
+    Chroma is scaled and turned. Then all of the image is scaled about its mean luma. For each image
+    this is one 3 × 3 matrix and one offset."""
+    changed = (draws["jitter"] < jitter).to(x.dtype)  # 1 or 0
+    light = 1 + changed * _between(draws["brightness"], (-brightness, brightness))
+    spread = 1 + changed * _between(draws["contrast"], (-contrast, contrast))
+    colour = 1 + changed * _between(draws["saturation"], (-saturation, saturation))
+    colour = colour * (draws["gray"] >= gray)
+    angle = changed * _between(draws["hue"], (-hue, hue)) * 2 * math.pi
     cos = angle.cos() * colour
     sin = angle.sin() * colour
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
     to_yiq, to_rgb = _colour_maps(x.device, x.dtype)
-    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,): contrast keeps it
+    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,), and contrast does not change it
     pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
     pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
     return pixels.view_as(x)
 
 
-def _floats(images):  # half precision is too coarse for the coordinates of pixels
+def _floats(images):
+    """Return bytes as floats in [0, 1], and floats of 16 bits as float32."""
     if not images.is_floating_point():
         return images / 255
     return _upcast(images)
@@ -1547,16 +1563,17 @@ def _between(draw, ends):
 
 @functools.lru_cache
 def _colour_maps(device, dtype):
-    """Make maps (3, 3): rgb to luma, two axes of chroma, and back. Cached: a copy stalls a GPU."""
+    """Return matrices (3, 3) from RGB to YIQ and back.
+    They are cached, because a GPU would wait for each copy from the CPU."""
     rows = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
-    with torch.inference_mode(False):  # tensors made in inference mode could not serve training
+    with torch.inference_mode(False):  # training cannot use a tensor made in inference mode
         to_yiq = torch.tensor(rows, device=device, dtype=torch.float32)
         return to_yiq.to(dtype), torch.linalg.inv(to_yiq).to(dtype)
 
 
 def _blur(x, deviation, chosen):
     height, width = x.shape[2:]
-    radius = max(1, min(height, width) // 20)  # a kernel a tenth as wide as the image: [6]
+    radius = max(1, min(height, width) // 20)  # the kernel is a tenth as wide as the image [6]
     steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
     kernel = torch.softmax(-((steps / deviation[:, None]) ** 2) / 2, 1)  # (B, 2·radius + 1)
     kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
@@ -1566,14 +1583,18 @@ def _blur(x, deviation, chosen):
     return sum(weight * x[:, :, :, k : k + width] for k, weight in enumerate(weights))
 
 
-# ---- 10. Encoders: a backbone and a projection head; the memory of embeddings; an optimizer's step
+# ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
 
 
 class Encoder(nn.Module):
     """Map images (B, 3, H, W) in [0, 1] to features (B, self.features) and embeddings (B, dim).
-    name: "small" (four convolutions), "resnet18" or "resnet50" (of torchvision, with a 3 × 3 first
-    convolution and no max-pooling up to 64 pixels); size: H = W, even for "small". Embeddings are
-    not normalised. After training, use the features. Ref: [6] App. B.9; [1] App. C"""
+
+    name    "small" has four convolutions. "resnet18" and "resnet50" are those of torchvision.
+    dim     The dimension of the embeddings.
+    size    The side H = W of the images, which must be even for "small". Up to 64 pixels a resnet
+            has a first convolution of 3 × 3 pixels and no max-pooling.
+
+    Embeddings are not normalised. After training, use the features. Ref: [6] App. B.9; [1] C"""
 
     def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
@@ -1581,7 +1602,7 @@ class Encoder(nn.Module):
         _require(known, "name", name, "small, resnet18 or resnet50")
         if name == "small":
             _require(size % 2 == 0, "size", size, "even for the small encoder")
-            layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels at once: half the work
+            layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels become one, which halves the work
             for before, after, stride in ((12, 32, 1), (32, 64, 2), (64, 128, 2), (128, 256, 1)):
                 convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
                 layers += [convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
@@ -1601,13 +1622,18 @@ class Encoder(nn.Module):
         self.head = nn.Sequential(first, nn.ReLU(inplace=True), last)
 
     def forward(self, images: Tensor) -> tuple:
-        features = self.backbone(4 * images - 2)  # about mean 0 and variance 1
+        features = self.backbone(4 * images - 2)  # pixels have about mean 0 and variance 1 now
         return features, self.head(features)
 
 
 class MemoryBank(nn.Module):
-    """Remember unit rows: row_i ← m row_i + (1 − m) z_i, projected back to the unit sphere.
-    rows: (K, D) at first, a buffer without gradient. momentum: m in [0, 1). Ref: [4] 5.1; [8]"""
+    """Remember a unit row for each sample, and move it towards each new embedding of the sample.
+        row_i ← u / ‖u‖    where u = m row_i + (1 − m) z_i
+
+    rows        (K, D), the first rows. They become a buffer, which has no gradient.
+    momentum    m, in [0, 1).
+
+    Ref: [4] 5.1; [8]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
@@ -1617,7 +1643,7 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
-        """Move the rows at index (B,), each at most once, towards embeddings z (B, D)."""
+        """Move the rows at index (B,) towards embeddings z (B, D). No row may be named twice."""
         _check_tensor("z", z, "floating", (len(index), self.rows.shape[1]))
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
@@ -1625,8 +1651,11 @@ class MemoryBank(nn.Module):
 
 @torch.no_grad()
 def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
-    """Move parameters and buffers towards those of a leader: θ' ← m θ' + (1 − m) θ.
-    Both have the same layers. Integers are copied. Ref: [8]; [3] Eq. 7"""
+    """Move the parameters and buffers θ' of a follower towards those of a leader, θ.
+        θ' ← m θ' + (1 − m) θ
+
+    momentum is m, in [0, 1]. Both networks have the same layers. Buffers of whole numbers, such as
+    the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
     leaders = leader.state_dict()
     for name, value in follower.state_dict().items():
         if value.is_floating_point():
@@ -1636,22 +1665,24 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
 
 
 def _descend(loss, optimizer, name, read=False):
-    """Step an optimizer; FloatingPointError if the loss is not finite, on a GPU only if `read`."""
+    """Take a step of an optimizer. A loss that is not finite raises FloatingPointError.
+    On a GPU this is checked only if `read` is true, because the host has to wait for the loss."""
     if (read or _may_read(loss)) and not loss.isfinite():
-        raise FloatingPointError(f"the loss of the {name} is {loss.item()}")
+        raise FloatingPointError(f"The loss of the {name} is {loss.item()}.")
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    torch.clear_autocast_cache()  # it holds the weights of before; later calls need the new ones
+    torch.clear_autocast_cache()  # the cache has the weights from before this step
 
 
 @torch.no_grad()
 def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images (n, 3, H, W), on any device. A copy of the encoder runs in eval mode, no gradient."""
+    images are (n, 3, H, W), on any device. A copy of the encoder runs in eval mode. The results
+    have no gradient."""
     encoder = copy.deepcopy(encoder).eval()
-    weight = next(encoder.parameters())  # of the encoder's device and dtype
+    weight = next(encoder.parameters())  # it has the encoder's device and dtype
     parts = images.split(batch_size)
     outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
     features, z = zip(*outputs, strict=True)
@@ -1660,8 +1691,11 @@ def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
 
 @torch.no_grad()
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
-    """Measure how evenly z (n, D) covers the sphere: log E e^{−t ‖x − y‖²} over different rows,
-    from −4t (antipodes) to 0 (one point). Cost: n² D, memory n²/2. Ref: [5]; [4] Eq. 10, negated"""
+    """Measure how evenly the rows of z (n, D) cover the unit sphere.
+        log E e^{−t ‖x − y‖²}    over all pairs of different rows x, y, projected to the sphere
+
+    A lower value means that the rows are spread more evenly. It is 0 if all rows are equal, and −4t
+    for two opposite rows. Time grows as n² D, memory as n²/2. Ref: [5]; [4] Eq. 10, negated"""
     exponents = -t * F.pdist(unit(z)).square()
     return exponents.logsumexp(0) - math.log(len(exponents))
 
@@ -1691,7 +1725,8 @@ def _up(before, after):
 
 
 def _down(before, after, first=False, last=False):
-    """Halve the side, unless last: [9] Fig. 15(c). A first ReLU would cut off half of the image."""
+    """Make the block of [9] Fig. 15(c), which halves the side of an image unless it is the last.
+    A ReLU in front of the first block would lose all pixels below 0, so there is none."""
     pool = nn.Identity() if last else nn.AvgPool2d(2)
     residual = [_conv(before, after), nn.ReLU(), _conv(after, after), pool]
     if not first:
@@ -1700,7 +1735,8 @@ def _down(before, after, first=False, last=False):
 
 
 def _widths(size, width):
-    """List the channels at the sides size, size / 2, …, 4: doubled, up to four times width."""
+    """List the numbers of channels at the sides size, size / 2, …, 4.
+    They double from width to at most four times width."""
     valid = size >= 8 and size.bit_count() == 1
     _require(valid, "size", size, "a power of two of at least 8, such as 32")
     _check_number("width", width, 1)
@@ -1709,8 +1745,13 @@ def _widths(size, width):
 
 class Generator(nn.Module):
     """Map latents (B, latent) from N(0, I) to images (B, 3, size, size) in [0, 1], float32.
-    size: a power of two, at least 8; width: channels at full size. Residual blocks double the side
-    from 4. Weights are spectrally normalised. Ref: [9] Fig. 15; [3] 4"""
+
+    size      The side of the images, a power of two of at least 8.
+    width     The number of channels at full size.
+    latent    The dimension of a latent.
+
+    Residual blocks double the side from 4 up to size. Weights are spectrally normalised. Ref: [9]
+    Fig. 15; [3] 4"""
 
     def __init__(self, size: int = 32, width: int = 16, latent: int = 64):
         super().__init__()
@@ -1727,8 +1768,9 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Score images (B, 3, size, size) in [0, 1] → (B,), float32: a higher score looks more real.
-    size and width as of `Generator`. Residual blocks halve the side to 4 × 4. Ref: [9] Fig. 15"""
+    """Score how real images (B, 3, size, size) in [0, 1] look → (B,), float32.
+    A higher score means more real. size and width are those of `Generator`. Residual blocks halve
+    the side down to 4. Ref: [9] Fig. 15"""
 
     def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
@@ -1746,15 +1788,24 @@ class Discriminator(nn.Module):
 
 
 class Game(nn.Module):
-    """Play against the encoder: G makes samples that are hard for it, D keeps them looking real.
-    pairs       a latent gives two images, G(z) and G_ema(z), each other's positives. False: one
-    ascent      G ascends the encoder's loss. False: against D alone; without pairs [3]'s "CL-GAN"
-    momentum    m of G_ema, in [0, 1)
-    pretrain    epochs of G and D alone before the encoder begins
-    every       encoder's steps for each of the generator's
-    batch_size  images of each kind in a step of D, at least 2
-    lr          learning rate of Adam for the hinge losses; ascent_lr: for the ascent
-    Its state_dict holds networks, optimizers and `taken`. Defaults suit a CPU. Ref: [3] 3.1, 3.2"""
+    """Play against an encoder, with a generator G and a discriminator D.
+    G makes images that are hard for the encoder, and D keeps them looking real. G_ema is a moving
+    average of G.
+
+    size, width, latent    See `Generator`.
+    pairs         If true, a latent z gives two images, G(z) and G_ema(z). They are positives of
+                  each other. If false, it gives G(z) alone.
+    ascent        If true, G also ascends the encoder's loss. If false, G plays against D alone.
+                  Without pairs and ascent this is "CL-GAN" in [3].
+    momentum      m of G_ema, in [0, 1).
+    pretrain      How many epochs G and D train alone before the encoder begins.
+    every         How many steps the encoder takes for each step of the game.
+    batch_size    How many images a step of D takes of each kind, real and generated. At least 2.
+    lr            The learning rate of Adam for the losses of `imitate`.
+    ascent_lr     The learning rate of Adam for the ascent.
+
+    The state_dict has the networks, the optimizers and `taken`, the number of steps that the
+    encoder took. The defaults suit a CPU. Ref: [3] 3.1, 3.2"""
 
     def __init__(
         self,
@@ -1777,7 +1828,7 @@ class Game(nn.Module):
         _check_number("batch_size", batch_size, 2)
         self.pairs, self.ascent, self.momentum = pairs, ascent, momentum
         self.pretrain, self.every, self.batch_size = pretrain, every, batch_size
-        self.taken = 0  # steps of the encoder
+        self.taken = 0  # how many steps the encoder took
         self.G = Generator(size, width, latent)
         self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
@@ -1795,9 +1846,9 @@ class Game(nn.Module):
         return torch.randn(n, self.G.latent, generator=generator, device=device)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
-        """Generate n images: pairs G(z_k), G_ema(z_k) of n // 2 latents, or n images of G alone →
-        images (n, 3, size, size) in [0, 1], one fewer for pairs of an odd n, with a gradient in G
-        alone; the index of each image's latent (n,). Ref: [3] Eq. 6"""
+        """Generate n images → images (n, 3, size, size) in [0, 1], the index (n,) of their latents.
+        With pairs they are G(z_k) and G_ema(z_k) of n // 2 latents, so an odd n gives one image
+        fewer. Without pairs they are G(z_k) of n latents. Only G gets a gradient. Ref: [3] Eq. 6"""
         z = self.latents(n // 2 if self.pairs else n, generator)
         index = torch.arange(len(z), device=z.device)
         if not self.pairs:
@@ -1807,26 +1858,37 @@ class Game(nn.Module):
     def imitate(
         self, images: Tensor, generator: torch.Generator | None = None, read: bool = False
     ) -> dict:
-        """Step D on real images (B, 3, size, size) and generated ones, then step G against it.
-        → figures {"d_loss", "g_loss"}. read: as in `_descend`. Ref: [3] Eq. 5"""
+        """Let D take a step to tell real images x from generated ones, then G a step to deceive D.
+            d_loss = E max(0, 1 − D(x)) + E max(0, 1 + D(G(z)))    g_loss = −E D(G(z))
+
+        images    Real images (B, 3, size, size). The first batch_size of them are used.
+        read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
+
+        The result is a dict of d_loss and g_loss. A loss that is not finite raises
+        FloatingPointError. Ref: [3] Eq. 5, with g_loss from [9], as [3] does not name its f_G"""
         images = _floats(images[: self.batch_size])
         fake = self.G(self.latents(len(images), generator))
-        shape = f"of shape {tuple(images.shape)}"
-        _require(images.shape == fake.shape, "images", shape, f"of shape {tuple(fake.shape)}")
+        if images.shape != fake.shape:
+            raise InvalidArgument(
+                f"images has shape {tuple(images.shape)}, but the generator makes "
+                f"{tuple(fake.shape)}. Give the game the size of the images."
+            )
         d_loss = F.relu(1 - self.D(images)).mean() + F.relu(1 + self.D(fake.detach())).mean()
         _descend(d_loss, self.optimizers["D"], "discriminator", read=read)
-        self.D.requires_grad_(False)  # D only passes the gradient on
-        g_loss = -self.D(fake).mean()  # [3] Eq. 5 leaves f_G open; −x as in [9]
+        self.D.requires_grad_(False)  # D passes the gradient on to G, and needs none itself
+        g_loss = -self.D(fake).mean()
         self.D.requires_grad_(True)
         _descend(g_loss, self.optimizers["G"], "generator", read=read)
         return {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
 
     def follow(self) -> None:
-        """Let G_ema follow G. Ref: [3] Eq. 7"""
+        """Move G_ema towards G. Ref: [3] Eq. 7"""
         follow(self.G_ema, self.G, self.momentum)
+        # The singular vectors of spectral norms are averages now, so they are shorter than 1.
+        # Computing a weight takes a power iteration, which gives the vectors length 1 again.
         for module in self.G_ema.modules():
             if hasattr(module, "parametrizations"):
-                _ = module.weight  # a read is a power iteration; averaged singular vectors need one
+                module.parametrizations.weight()
 
     def get_extra_state(self):
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
@@ -1838,18 +1900,22 @@ class Game(nn.Module):
             optimizer.load_state_dict(state[name])
 
 
-# ---- 12. Training: methods, and one loop. A method is a SimCLR with a state of its own, and calls:
+# ---- 12. Training: methods, and one loop that trains an encoder by any of them
+
+# A method is a SimCLR, or a subclass with more state. For each batch the loop calls `step`, moves
+# the encoder down the loss, and then calls `after_step`:
 #     step(encoder, images, index, generator, **options) → loss, figures
-#     after_step() → figures, once the encoder has moved
-# index (B,): the images' places in the training set. In pre-training encoder and loss are None.
+#     after_step() → figures or None
+# index (B,) has the places of the images in the training set. Figures are a dict of numbers to
+# report. While a method trains alone, before the encoder begins, encoder and loss are None.
 
 
 class SimCLR(nn.Module):
-    """Contrast two random views of each image with those of the batch.
-    criterion: a ContrastiveLoss; view_options: of `view`. Ref: [6] Algorithm 1"""
+    """Contrast two random views of each image with the views of the other images in the batch.
+    criterion is a ContrastiveLoss. view_options are options of `view`. Ref: [6] Algorithm 1"""
 
-    pretrain = 0  # epochs before the encoder begins
-    scheduled = []  # further optimizers, at rates by the recipe
+    pretrain = 0  # how many epochs the method trains alone before the encoder begins
+    scheduled = []  # optimizers of the method whose learning rates follow the recipe
 
     def __init__(self, criterion: nn.Module, view_options: dict | None = None):
         super().__init__()
@@ -1859,31 +1925,32 @@ class SimCLR(nn.Module):
     def embed_views(
         self, encoder: Callable, generator: torch.Generator | None, *images: Tensor
     ) -> tuple:
-        """Embed a random view of each of several batches of images, in one pass → (B, D) each."""
+        """Embed a random view of every image in one pass → (B, D) for each batch of images."""
         views = torch.cat([view(x, generator, **self.view_options) for x in images])
         z = encoder(views.contiguous(memory_format=torch.channels_last))[1]
         return z.chunk(len(images))
 
     def contrast(self, *z: Tensor, return_stats: bool = False, **options) -> tuple:
-        """Compute the loss of embeddings, and its statistics, if asked for."""
+        """Compute the loss of embeddings → loss, statistics (empty without return_stats)."""
         result = self.criterion(*z, return_stats=return_stats, **options)
         if return_stats:
             return result
         return result, {}
 
     def step(self, encoder: Callable, images: Tensor, index: Tensor, generator, **options) -> tuple:
-        """Compute the loss of a batch, and figures."""
+        """Compute the loss of a batch → loss, figures."""
         z, other = self.embed_views(encoder, generator, images, images)
         return self.contrast(z, other, **options)
 
     def after_step(self) -> dict | None:
-        """Update what the method owns, and return figures or None."""
+        """Update what the method owns, once the encoder has moved → figures or None."""
 
 
 class Bank(SimCLR):
-    """Contrast one view of each image with its row of a memory bank; all other rows are candidates.
-    The first rows are the untrained encoder's embeddings of images, the training set, less their
-    mean, as it maps all near one point. Ref: [4] Eq. 1, with the bank for its g"""
+    """Contrast one view of each image with the image's row of a memory bank.
+    The candidates are all other rows. images are the whole training set, and momentum is that of
+    the bank. The bank starts from embeddings by the given encoder. An untrained encoder maps all
+    images near one point, so their mean is subtracted. Ref: [4] Eq. 1, where the bank replaces g"""
 
     def __init__(
         self,
@@ -1899,24 +1966,32 @@ class Bank(SimCLR):
 
     def step(self, encoder, images, index, generator, **options):
         z = unit(self.embed_views(encoder, generator, images)[0])
-        self.seen_index, self.seen_z = index, z.detach()
+        self.seen = index, z.detach()  # for `after_step`
         given = {"negatives": self.bank.rows, "positive_index": index, "normalize": False}
         return self.contrast(z, **given, **options)
 
     def after_step(self):
-        self.bank.update(self.seen_index, self.seen_z)
+        index, z = self.seen
+        self.bank.update(index, z)
 
 
 class DiffHard(SimCLR):
-    """Play the min-max game: the encoder descends a loss that G, every few steps, ascends.
-    criterion: of objective ppcl, unless the game has no pairs; game: for images of one size.
-    Figures: those of `Game.imitate`. Ref: [3] Algorithm 1"""
+    """Play the min-max game, in which the encoder descends a loss and a generator ascends it.
+    A batch has real and generated images. The game takes its turn every few steps of the encoder.
+
+    criterion    Its objective has to be ppcl, unless the game makes no pairs.
+    game         A Game of the size of the images. The figures are those of `Game.imitate`.
+
+    Ref: [3] Algorithm 1"""
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
         super().__init__(criterion, view_options)
         objective = criterion.options["objective"]
-        wanted = "ppcl, for pairs to be positives; or no pairs"
-        _require(objective == "ppcl" or not game.pairs, "objective", objective, wanted)
+        if game.pairs and objective != "ppcl":
+            raise InvalidArgument(
+                f"objective is {objective}, which does not use the generated pairs as positives. "
+                "Use ppcl, or a game without pairs."
+            )
         self.game = game
         self.pretrain = game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
@@ -1924,32 +1999,34 @@ class DiffHard(SimCLR):
     def step(self, encoder, images, index, generator, return_stats=False, **options):
         game = self.game.train()
         real = _floats(images)
-        self.last = real, generator, return_stats  # for after_step
-        self.pretraining = encoder is None
-        self.game_moves = self.pretraining or game.taken % game.every == 0
-        if self.pretraining:
+        is_turn = encoder is None or game.taken % game.every == 0
+        ascends = is_turn and game.ascent and encoder is not None
+        self.turn = None
+        if is_turn:
+            self.turn = ascends, real, generator, return_stats  # for `after_step`
+        if encoder is None:
             return None, {}
         game.taken += 1
-        # Step 1: form the batch: N generated images in N/2 pairs, N real ones; two views of each
-        with torch.set_grad_enabled(self.game_moves and game.ascent):
+        # Step 1. A batch has N real images and N generated ones, in N/2 pairs. Each has two views.
+        with torch.set_grad_enabled(ascends):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
         batch = torch.cat([generated, real])  # (2N, 3, H, W)
         alone = len(latent) + torch.arange(len(images), device=latent.device)
-        options["labels"] = torch.cat([latent, alone])  # (2N,)
+        options["labels"] = torch.cat([latent, alone])  # (2N,): a pair has one label
         z, other = self.embed_views(encoder, generator, batch, batch)
-        # Step 2: train the main model: the loop descends this loss; its gradient reaches G as well
+        # Step 2. The loop descends this loss to train the encoder. Its gradient reaches G, too.
         loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
-        game.optimizers["ascent"].zero_grad()  # before the loop's backward pass reaches G
+        game.optimizers["ascent"].zero_grad()  # so that G gets the gradient of this loss alone
         return loss, figures
 
     def after_step(self):
-        # Step 3: every few iterations, update the generator
-        if not self.game_moves:
+        if self.turn is None:
             return None
-        if self.game.ascent and not self.pretraining:
+        # Step 3. In its turn the game moves.
+        ascends, real, generator, read = self.turn
+        if ascends:
             self.game.optimizers["ascent"].step()  # Eq. 4
         self.game.follow()  # Eq. 7
-        real, generator, read = self.last
         return self.game.imitate(real, generator, read)  # Eq. 5
 
 
@@ -1958,18 +2035,21 @@ def _slices(n, size):
 
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
-    """Make an encoder take a batch in parts of `micro_batch` samples, to save memory → a function
-    to call in its place, with tensors, dicts of tensors and keywords, whose rows are samples. The
-    backward pass embeds again, with the same randomness. The gradient is exact, but BatchNorm in
-    training mode normalises each part alone, and moves its statistics twice. With
-    DistributedDataParallel, wrap a module that calls this function. Ref: [11]"""
+    """Save memory by embedding `micro_batch` samples at a time → a function in the encoder's place.
+    Call it with tensors, dicts of tensors and keywords, whose rows are samples. The backward pass
+    embeds the samples again, with the same randomness. The gradient is exact. But BatchNorm in
+    training mode normalises each micro-batch by itself, and updates its statistics twice. If you
+    use DistributedDataParallel, call this function inside the module that you wrap. Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
     def in_parts(*inputs, **named):
-        inputs = [dict(x) if isinstance(x, Mapping) else x for x in inputs]  # as of a tokenizer
+        # tree_flatten opens dicts, but not what a tokenizer returns
+        inputs = [dict(x) if isinstance(x, Mapping) else x for x in inputs]
         leaves, structure = tree_flatten((inputs, named))
         sizes = {len(x) for x in leaves if torch.is_tensor(x) and x.ndim > 0}
-        _require(len(sizes) == 1, "rows", sizes or "none", "of one number in all tensors")
+        if len(sizes) != 1:
+            found = f"{sorted(sizes)} rows" if sizes else "no tensors"
+            raise InvalidArgument(f"All inputs must have equally many rows. They have {found}.")
         parts = []
         for rows in _slices(sizes.pop(), micro_batch):
             some = [x[rows] if torch.is_tensor(x) and x.ndim > 0 else x for x in leaves]
@@ -1981,34 +2061,42 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
 
 
 def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
-    """Lower β in ℓ = changes steps over progress in [0, 1): β · (1 − ⌊ℓ · progress⌋ / ℓ), to β/ℓ.
-    Hard negatives matter early; late, many of the hardest share the anchor's class. Ref: [1] C"""
+    """Lower β over a run from β to β/ℓ, in ℓ equal steps.
+        β · (1 − ⌊ℓ · progress⌋ / ℓ)    with ℓ = changes, for a progress in [0, 1)
+
+    Hard negatives matter early in a run. Later many of the hardest ones have the anchor's class.
+    Ref: [1] App. C"""
     return beta * (1 - int(changes * progress) / changes)
 
 
 def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
-    """Lower the share kept from 1 to α, geometrically, until `until`: α^{min(1, progress / until)}.
-    The nearest candidates of a random encoder share background and colour, which teaches little."""
+    """Lower the share of candidates that `top` keeps from 1 to α, and reach α at progress `until`.
+        α^{min(1, progress / until)}    for a progress in [0, 1]
+
+    Before training, the nearest candidates are those of a similar background and colour. They teach
+    little."""
     return alpha ** min(1.0, progress / until)
 
 
 def _warm_up_and_cosine(progress, step):
-    """Multiply a linear rise over a tenth of the run by a cosine from 1 to 0. step: 1 / steps."""
+    """Multiply a linear rise over a tenth of the run by a cosine from 1 to 0.
+    step is the progress that one step makes. Adding it keeps the first rate above 0."""
     warm_up = min(10 * (progress + step), 1)
     return warm_up * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _two_falls(progress, step):
-    """Fall to a tenth after 160 of 200 epochs, and to a hundredth after 190: [4] 5.1."""
+    """Lower the rate to a tenth after 160 of 200 epochs, to a hundredth after 190. Ref: [4] 5.1"""
     return 0.1 ** ((progress >= 0.8) + (progress >= 0.95))
 
 
-RECIPES = {  # settings if none are given
+# Each recipe has a row in both tables.
+RECIPES = {
     "adamw": {"epochs": 16, "batch_size": 256, "lr": 8e-3, "weight_decay": 1e-4},
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
     "adam": {"epochs": 400, "batch_size": 256, "lr": 1e-3, "weight_decay": 1e-6},
 }
-OPTIMIZERS = {  # of the same recipes, and how their rate goes over the progress in [0, 1]
+OPTIMIZERS = {  # the second entry multiplies lr at a progress in [0, 1]
     "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
     "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
     "adam": (torch.optim.Adam, lambda progress, step: 1.0),  # [1] App. C, [2] VII-A
@@ -2017,19 +2105,28 @@ OPTIMIZERS = {  # of the same recipes, and how their rate goes over the progress
 
 class Training:
     """Train an Encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
-    images       uint8 (n, 3, H, W), on the encoder's device or, to save its memory, on the CPU
-    method       SimCLR, Bank, DiffHard, or one of your own
-    recipe       a row of RECIPES; settings override it. Batches have about batch_size images
-    schedules    options of the loss by progress, such as {"alpha": lambda p: lead_in(p, 0.1)}
-    micro_batch  images that the encoder takes at a time; None: all
-    bfloat16     autocast of a step; None: if the hardware computes in bfloat16
-    seed         of order, views and latents: the same seed repeats the run, on a GPU up to rounding
-    A step yields {"epoch", "step", "steps", "images", "loss"} and scheduled options; every tenth of
-    an epoch, statistics, too. A loss that is not finite raises, on a GPU only with statistics.
-    Epochs below 0 are the pre-training, without "loss". One process alone trains; for more, write a
-    loop with DistributedDataParallel, and give the loss its group."""
 
-    parts = ("encoder", "method", "optimizer")  # these have a state
+    images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
+                   the CPU.
+    method         A SimCLR, Bank or DiffHard, or a method of your own.
+    recipe         A row of RECIPES.
+    schedules      Functions that give options of the loss from the progress in [0, 1], such as
+                   {"alpha": lambda p: lead_in(p, 0.1)}.
+    micro_batch    How many images the encoder takes at a time. By default it takes all.
+    bfloat16       Whether a step uses autocast to bfloat16. By default it does if the hardware
+                   computes in bfloat16.
+    seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
+                   to rounding.
+    settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
+                   are of nearly one size, about batch_size images.
+
+    Each step yields a dict of "epoch", "step", "steps", "loss", the number of "images", and the
+    scheduled options. Every tenth of an epoch it has the statistics of the loss, too. Epochs below
+    0 are the pre-training of the method, and have no "loss". A loss that is not finite raises
+    FloatingPointError, but on a GPU only in steps with statistics. Training runs in one process.
+    For several, write a loop with DistributedDataParallel, and give the loss its group."""
+
+    parts = ("encoder", "method", "optimizer")  # what has a state
 
     def __init__(
         self,
@@ -2045,8 +2142,10 @@ class Training:
     ):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
         self.recipe = RECIPES[recipe] | settings
-        known = RECIPES[recipe].keys()
-        _require(settings.keys() <= known, "settings", settings, f"some of {', '.join(known)}")
+        unknown = settings.keys() - RECIPES[recipe]
+        if unknown:
+            known = ", ".join(RECIPES[recipe])
+            raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
         self.encoder = encoder.to(memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
@@ -2058,7 +2157,7 @@ class Training:
         _check_number("batch_size", self.recipe["batch_size"], 2)
         _check_number("lr", self.recipe["lr"], 1e-12, 1e6)
         batches = math.ceil(len(images) / self.recipe["batch_size"])
-        self.steps_per_epoch = min(batches, len(images) // 2)  # batches of nearly one size
+        self.steps_per_epoch = min(batches, len(images) // 2)  # a batch has two images or more
         self.epochs = self.recipe["epochs"]
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
         self.epoch, self.step_in_epoch = -method.pretrain, 0  # of the next step
@@ -2066,7 +2165,7 @@ class Training:
             {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
-        fused = self.device.type != "cpu"  # one launch for all parameters
+        fused = self.device.type != "cpu"  # one kernel updates all parameters
         optimizer, self.rate = OPTIMIZERS[recipe]
         self.optimizer = optimizer(groups, self.recipe["lr"], fused=fused)
 
@@ -2082,24 +2181,24 @@ class Training:
                 try:
                     figures = self._step(index, position)
                 except FloatingPointError as error:
-                    message = f"step {step} of {self.steps}: {error}; lower lr?"
-                    raise FloatingPointError(message) from error
+                    message = f"Training stopped at step {step} of {self.steps}. {error}"
+                    raise FloatingPointError(f"{message} A lower lr may help.") from error
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 
     def _step(self, index, position):
         encoder_steps = self.epochs * self.steps_per_epoch
-        progress = max(0, position) / encoder_steps  # a position below 0 is in the pre-training
+        progress = max(0, position) / encoder_steps  # positions below 0 are in the pre-training
         rate = self.rate(progress, 1 / encoder_steps)
         for optimizer in [self.optimizer] + self.method.scheduled:
-            for part in optimizer.param_groups:
-                part.setdefault("initial_lr", part["lr"])
-                part["lr"] = part["initial_lr"] * rate
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+                group["lr"] = group["initial_lr"] * rate
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}
         read = 10 * self.step_in_epoch % self.steps_per_epoch < 10  # every tenth of an epoch
         images = self.images[index]
         if self.device.type == "cuda" and images.device.type == "cpu":
-            images = images.pin_memory()  # else the host would wait for the copy
+            images = images.pin_memory()  # so the host does not wait for the copy
         images = images.to(self.device, non_blocking=True)
         index = index.to(self.device, non_blocking=True)
         encoder = None
@@ -2107,7 +2206,7 @@ class Training:
             encoder = self.encoder.train()
             if self.micro_batch is not None:
                 encoder = in_micro_batches(encoder, self.micro_batch)
-        # each step has a seed of its own, so that a resumed run repeats it
+        # Each step has a seed of its own, so that a resumed run repeats the step.
         seed = self.seed * 10**9 + position
         generator = torch.Generator(self.device).manual_seed(seed)
         asked = options | {"return_stats": read}
@@ -2120,7 +2219,8 @@ class Training:
         return figures | {"images": len(index)}
 
     def state_dict(self) -> dict:
-        """Return all that a run needs to go on: tensors that train on, so save or deepcopy them."""
+        """Return all that a run needs to resume.
+        Its tensors are not copies, so the next step changes them. Save or deepcopy them before."""
         parts = {name: getattr(self, name).state_dict() for name in self.parts}
         return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
@@ -2131,8 +2231,8 @@ class Training:
 
 
 def _has_bfloat16(device):
-    """Whether a device computes in bfloat16 itself: emulation would be slow."""
+    """Whether the hardware computes in bfloat16. Emulating that would be slow."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)  # newer than torch 2.10
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 does not have it
     return capabilities().get("avx512_bf16", False)

@@ -2214,7 +2214,7 @@ class TestGame:
             score, calls = game.D.forward, itertools.count()
             place = {"discriminator": 1, "generator": 2}[broken]
             game.D.forward = lambda x: score(x) * (math.nan if next(calls) == place else 1)
-        with pytest.raises(FloatingPointError, match=f"^the loss of the {broken} is -?(inf|nan)"):
+        with pytest.raises(FloatingPointError, match=f"^The loss of the {broken} is -?(inf|nan)"):
             step()
         assert all(x.requires_grad for x in game.D.parameters())  # it learns when the game goes on
         assert not any(moved(part, old) for part, old in zip(parts, before, strict=True))
@@ -2331,8 +2331,9 @@ class TestMicroBatches:
         assert found.keys() == {"z", "both"}
         of_tokenizer = few(UserDict(x=x, y=y), more=y, scale=3.0)
         assert torch.equal(of_tokenizer["z"], found["z"])
-        with pytest.raises(hardneg.InvalidArgument, match="^rows is none; .* of one number"):
-            few("x")
+        for wrong, found in (("x", "no tensors"), ({"x": x, "y": y[:3]}, r"\[3, 5\] rows")):
+            with pytest.raises(hardneg.InvalidArgument, match=f"equally many rows.* {found}\\.$"):
+                few(wrong)
 
     def test_only_views_are_stored(self):
         """The backward pass embeds them again."""
@@ -2478,7 +2479,7 @@ class TestTraining:
     def test_a_loss_that_is_not_finite_stops_the_run(self, name, step):
         training = begin(IMAGES, name)
         next(training.encoder.parameters()).data.fill_(math.nan)
-        message = rf"^step {step} of {training.steps}: .*NaN.*lr"
+        message = rf"^Training stopped at step {step} of {training.steps}\. .*NaN.* A lower lr"
         with pytest.raises(FloatingPointError, match=message):
             list(training)
 
@@ -2511,7 +2512,13 @@ class TestTraining:
     INVALID += [("game", name, 0) for name in ("width", "latent", "every")]
     INVALID += [("game", "size", 4), ("game", "size", 24), ("game", "pretrain", -1)]
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]
-    INVALID += [("too few", "images", 1), ("other size", "images", 16), ("no ppcl", "objective", 1)]
+    INVALID += [("too few", "images", 1)]
+    # what is wrong, and what the error says
+    CONDITIONS = [
+        ("size", r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. "),
+        ("objective", "^objective is nce, .* Use ppcl, or a game without pairs"),
+        ("setting", "^There is no setting rate. Settings are epochs, batch_size, lr, weight_decay"),
+    ]
 
     @pytest.mark.parametrize("of, name, value", INVALID)
     def test_invalid_arguments_are_named(self, of, name, value):
@@ -2520,9 +2527,17 @@ class TestTraining:
             "game": tiny_game,
             "encoder": hardneg.Encoder,
             "too few": lambda images: begin(IMAGES[:images]),
-            "other size": lambda images: tiny_game().imitate(random_images(4, images)),
-            "no ppcl": lambda objective: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
         }
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
         with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
             call(**{name: value})
+
+    @pytest.mark.parametrize("wrong, said", CONDITIONS)
+    def test_conditions_are_said(self, wrong, said):
+        calls = {
+            "size": lambda: tiny_game().imitate(random_images(4, 16)),
+            "objective": lambda: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
+            "setting": lambda: begin(IMAGES, rate=1.0),
+        }
+        with pytest.raises(hardneg.InvalidArgument, match=said):
+            calls[wrong]()

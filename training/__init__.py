@@ -1,16 +1,21 @@
-"""What train.py is made of: images, methods, readouts, a run's folder and report, comparisons."""
+"""The modules that train.py is made of.
+
+`images` loads the images. `runs` keeps the folder of a run. `readouts` measures what was learned,
+and `report` shows it. `baselines` has further methods of training. `compare` trains with several
+losses.
+"""
 
 import hardneg
 
 
 def require(valid: bool, name: str, got: object, allowed: str) -> None:
-    """Raise an error that names an option, what it is and what it may be."""
+    """Raise an error that names an option, its value, and the values that are allowed."""
     if not valid:
         raise hardneg.InvalidArgument(f"{name} is {got}; it must be {allowed}")
 
 
 def flag_of(name: str, value: object = None) -> str:
-    """Write the flag that gives an option a value."""
+    """Write the flag of an option, such as --lead-in, or --no-lead-in for the value False."""
     if value is False:
         name = f"no_{name}"
     return f"--{name.replace('_', '-')}"

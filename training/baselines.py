@@ -1,7 +1,6 @@
-"""Methods of training to compare with: a queue of keys, adversarial views.
+"""Further methods of training to compare with, by a queue of keys and by adversarial views.
 
-Each is a method of `hardneg.Training`, as those of hardneg.py are. References in brackets are those
-of hardneg.py, and
+Each of them is a method for `hardneg.Training`. References in brackets are those of hardneg.py and
    [13] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples (CLAE). 2010.12050
 """
 
@@ -14,20 +13,26 @@ from training import require
 
 
 class Queue(hardneg.SimCLR):
-    """Contrast a view with a key, embedded by a slow copy of the encoder; keys are the candidates.
-    queue_size: how many keys of earlier batches are candidates; fewer than there are images, as an
-    older key of the anchor's image is a false negative. momentum: of the copy, in [0, 1).
-    Ref: [8] Algorithm 1, but the copy is in eval mode, and this batch's keys are candidates, too:
-    without them, their age would tell negatives from positives."""
+    """Contrast a view of each image with a key, which a slow copy of the encoder embeds.
+    Keys of this batch and of earlier batches are the candidates.
+
+    queue_size    How many keys of earlier batches are candidates. It must be below the number of
+                  images, since an older key of the anchor's image is a false negative.
+    momentum      m of the slow copy, in [0, 1).
+
+    Here the copy is in eval mode, and keys of this batch are candidates, too. Without them only
+    positives would be new, and an encoder could tell them from negatives by their age. Ref: [8]
+    Algorithm 1, which does neither"""
 
     def __init__(self, criterion, encoder, images, queue_size, momentum, view_options=None):
         super().__init__(criterion, view_options)
         require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
         n = len(images)
-        require(1 <= queue_size < n, "queue_size", queue_size, f"from 1 to below {n}, the images")
+        allowed = f"from 1 to {n - 1}, as there are {n} images"
+        require(1 <= queue_size < n, "queue_size", queue_size, allowed)
         self.momentum = momentum
         self.slow = copy.deepcopy(encoder).requires_grad_(False).eval()
-        self.leader = (encoder,)  # in a tuple: it is no part of this module
+        self.leader = (encoder,)  # in a tuple, so that its state is not saved with this module
         first = torch.arange(queue_size, device=images.device) * n // queue_size  # evenly spread
         self.register_buffer("rows", hardneg.embed(encoder, images[first])[1])
 
@@ -47,10 +52,12 @@ class Queue(hardneg.SimCLR):
 
 
 class CLAE(hardneg.SimCLR):
-    """Contrast two views, and the first with a harder second one: the mean of both losses.
-    The second view moves against the encoder: x' = x + bound · sign ∂ℓ/∂x, within [0, 1].
-    bound: the largest change of a pixel, half of [13]'s ε.
-    Ref: after [13], which moves the first view against itself and keeps two BatchNorm statistics"""
+    """Contrast two views x_1, x_2, and then x_1 with a harder second view x'.
+        x' = x_2 + bound · sign ∂ℓ/∂x_2    clamped to [0, 1]
+
+    The loss is the mean of both losses. bound, in (0, 1), is the largest change of a pixel, and
+    half of ε in [13]. Ref: after [13], where the first view is moved instead and is contrasted with
+    itself, and where BatchNorm has two sets of statistics"""
 
     def __init__(self, criterion, bound, view_options=None):
         super().__init__(criterion, view_options)
@@ -63,7 +70,7 @@ class CLAE(hardneg.SimCLR):
         z, other = encoder(torch.cat([first, second]))[1].chunk(2)
         loss, figures = self.contrast(z, other, return_stats=return_stats, **options)
         with torch.autocast(loss.device.type, enabled=False):
-            (slope,) = torch.autograd.grad(loss, second, retain_graph=True)
-        harder = (second + self.bound * slope.sign()).clamp(0, 1).detach()
+            (gradient,) = torch.autograd.grad(loss, second, retain_graph=True)
+        harder = (second + self.bound * gradient.sign()).clamp(0, 1).detach()
         harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
         return (loss + harder_loss) / 2, figures

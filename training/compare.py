@@ -1,4 +1,4 @@
-"""Train with several losses and seeds, and write their differences."""
+"""Train with several losses and seeds, and compare what they learned."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -10,12 +10,12 @@ from training.images import read
 
 
 def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
-    """Train what is not done yet of each row, and print what came of it.
-    plan: the `train.Options` of a row's runs, one for each seed, as `plan_of` makes them.
-    train(options, images, known) trains one of them, and returns its results."""
+    """Train all runs of a plan that are not finished, and print a table of their results.
+    plan has a list of `train.Options` for each row, one for each seed. `plan_of` makes it.
+    train(options, images, known) trains one run and returns its results."""
     in_order = list(seed_by_seed(plan))
     for _, options in in_order:
-        runs.finished(options)  # or an error, before anything is trained
+        runs.finished(options)  # raises before anything is trained if a folder is taken
     images = read(options)
     found, known = {name: [] for name in plan}, {}
     for name, options in in_order:
@@ -27,14 +27,14 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     runs.write_json(out / "compare.json", found)
     print(f"\n{table_of(found)}\n")
     if len(found) > 1:
-        print("A difference whose interval includes 0 shows nothing.")
-    print(f"saved in {out}/")
+        print("A difference whose interval includes 0 is no evidence of a gain.")
+    print(f"The results are in {out}/")
     return found
 
 
 def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     """Plan the runs of a comparison from the `train.Options` of each loss → {loss: its runs}.
-    Losses are compared after equally many epochs, in batches of one size, at one rate."""
+    All losses get the same number of epochs, the same batch size and the same learning rate."""
     require(seeds >= 1, "--seeds", seeds, "at least 1")
     alike = {"epochs": max(row.epochs for row in rows)}
     alike["batch_size"] = min(row.batch_size for row in rows)
@@ -48,21 +48,21 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
 
 
 def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
-    """Yield the runs of a plan, (name, options): all rows with the first seed come first."""
+    """Yield each run of a plan as (name, options). The first seed of all rows comes first."""
     for seed in range(len(next(iter(plan.values())))):
         for name, options in plan.items():
             yield name, options[seed]
 
 
 def linear_of_row(row: tuple) -> float:
-    """Return the mean accuracy of a row, (name, results)."""
+    """Return the mean linear accuracy of a row, which is (name, results)."""
     return mean(run["linear"] for run in row[1])
 
 
 def table_of(found: dict[str, list]) -> str:
     """Write {name: results of each seed} as a Markdown table.
-    Of several seeds, the last column has each row's difference to SimCLR, or else to the first row:
-    the mean over seeds ± half the width of Student's 95 % interval."""
+    With several seeds, the last column has the difference of each row to the row of `baseline_of`.
+    It is the mean over seeds ± half the width of Student's 95 % interval."""
     some = next(iter(found.values()))
     rows = {f"`{name}`": results for name, results in found.items()}
     rows["untrained encoder"] = [run["untrained"] for run in some]
@@ -79,13 +79,13 @@ def table_of(found: dict[str, list]) -> str:
 
 
 def baseline_of(found: dict[str, list]) -> str:
-    """Return the row that the others are compared with: SimCLR, or else the first."""
+    """Return the name of the row that others are compared with. It is SimCLR, or else the first."""
     first = next(iter(found))
     return next((name for name in ("simclr", "SimCLR") if name in found), first)
 
 
 def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
     """Return the differences of two rows of results, paired by seed.
-    A seed that one row lacks, of a stopped study, is left out."""
+    A seed that only one row has is left out, as in a study that was stopped."""
     of_seed = {run["seed"]: run[figure] for run in other}
     return [run[figure] - of_seed[run["seed"]] for run in one if run["seed"] in of_seed]

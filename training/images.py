@@ -1,4 +1,7 @@
-"""Images to train on, uint8 (n, 3, H, W): built-in shapes, torchvision's sets, folders."""
+"""Load images to train on, as uint8 (n, 3, H, W).
+
+They are the built-in shapes, a set of torchvision's, or a folder of your own.
+"""
 
 import contextlib
 import functools
@@ -23,29 +26,30 @@ from hardneg import InvalidArgument
 from training import require
 
 BICUBIC = T.InterpolationMode.BICUBIC
-Drawn = namedtuple("Drawn", "images targets")  # a set that needs no decoding
-# name: class in torchvision.datasets, arguments of the training set, arguments of the test set
+Drawn = namedtuple("Drawn", "images targets")  # the built-in shapes, which are decoded already
+# A row has a class of torchvision.datasets, and its arguments for training images and test images.
 TORCHVISION = {
     "cifar10": ("CIFAR10", {"train": True}, {"train": False}),
     "cifar100": ("CIFAR100", {"train": True}, {"train": False}),
-    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # unlabelled: −1
+    "stl10": ("STL10", {"split": "train+unlabeled"}, {"split": "test"}),  # some have label −1
     "svhn": ("SVHN", {"split": "train"}, {"split": "test"}),
     "fashion-mnist": ("FashionMNIST", {"train": True}, {"train": False}),
 }
-# what hardneg.view does beside its defaults: as the code of [1] does, as [4] says
+# Options of hardneg.view, if they differ from its defaults. "small" is as in the code of [1], and
+# "coloured" as in [4].
 VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
 VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
 KNOWN = f"shapes, {', '.join(TORCHVISION)}, or a folder"
 
 
 class Images(NamedTuple):
-    """Hold a training set and a test set."""
+    """A training set and a test set."""
 
     train: Tensor  # (n, 3, H, W), uint8
     train_labels: Tensor  # (n,), −1 where an image has none
     test: Tensor  # (m, 3, H, W)
     test_labels: Tensor  # (m,)
-    classes: list[str]  # their names; empty if there are no classes
+    classes: list[str]  # their names, or empty if there are no classes
 
 
 def load(
@@ -56,7 +60,8 @@ def load(
     validation: bool = False,
     seed: int = 0,
 ) -> Images:
-    """Load "shapes", a set of TORCHVISION or a folder of images, as options of these names say."""
+    """Load "shapes", a set of TORCHVISION or a folder of images.
+    The arguments are the options of train.py that have the same names."""
     if data == "shapes":
         size, classes = size or 32, SHAPES
         train = shapes(8000, seed=seed, size=size)
@@ -76,26 +81,31 @@ def load(
     chosen = chosen[share(labels[chosen], fraction, seed)]
     images = Images(*decode(train, chosen, size), *decode(test, tested, size), classes)
     n, m = len(images.train), len(images.test)
-    got = f"{data}, with {n} readable images to train on and {m} to test"
-    wanted = "one with 2 of each or more; without test/, every fifth of a class is to test"
-    require(min(n, m) >= 2, "--data", got, wanted)
+    if min(n, m) < 2:
+        raise InvalidArgument(
+            f"--data is {data}, with {n} readable images to train on and {m} to test. At least 2 "
+            "of each are needed. Without test/, every fifth image of a class is for testing."
+        )
     return images
 
 
 def read(options) -> Images:
-    """Load the images that `train.Options` name, and say what they are."""
+    """Load the images that `train.Options` name, and print what they are."""
     images = load(root=options.root, **options.of("images"))
     tensors = [x.to(options.device) for x in images[:4]]
     images = Images._make(tensors + [images.classes])
     side = images.train.shape[-1]
-    kinds = f"{len(images.classes)} classes" if images.classes else "no classes or accuracies"
-    text = f"{options.data}: {len(images.train)} images to train on, {len(images.test)} to test, "
-    print(text + f"{kinds}, {side} × {side} pixels, on {options.device}", flush=True)
+    kinds = "without classes, so there are no accuracies"
+    if images.classes:
+        kinds = f"of {len(images.classes)} classes"
+    n, m = len(images.train), len(images.test)
+    print(f"{options.data} has {n} images to train on and {m} to test, {kinds}.")
+    print(f"All have {side} × {side} pixels and are on {options.device}.", flush=True)
     return images
 
 
 def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
-    """Draw a share of each class, at least one image of it → indices, ascending."""
+    """Draw a share of each class, and at least one image of it → their indices in order."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     parts = [order[:0]]
     for label in labels.unique():
@@ -105,7 +115,8 @@ def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
 
 
 def every_fifth(labels: Tensor, classes: list) -> Tensor:
-    """Mark every fifth image of each class, and none without a label, of no use in a test."""
+    """Mark every fifth image of each class.
+    If there are classes, images without a label are not marked, as they cannot test anything."""
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         if label >= 0 or not classes:
@@ -153,8 +164,9 @@ CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0
 
 
 def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> Drawn:
-    """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,); a seed repeats its images.
-    classes: 2 to 10. Colours, place, scale, rotation and noise are random."""
+    """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,).
+    There are 2 to 10 classes. Colours, place, scale, rotation and noise are random. A seed repeats
+    its images."""
     require(2 <= classes <= len(SHAPES), "classes", classes, f"2 to {len(SHAPES)}")
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=generator)
@@ -180,7 +192,7 @@ def draw_shapes(labels, size, generator):
     for label, outline in enumerate(outlines(angle)):
         edge[labels == label] = outline[labels == label]
     distance = (x * x + y * y).sqrt()
-    inside = torch.sigmoid((edge * radius - distance) * size / 2)[:, None]  # 1, at the edge 0.5
+    inside = torch.sigmoid((edge * radius - distance) * size / 2)[:, None]  # 0.5 at the edge
     first = torch.randint(len(CRAYONS), (k,), generator=generator)
     step = torch.randint(1, len(CRAYONS), (k,), generator=generator)
     second = (first + step) % len(CRAYONS)  # another colour
@@ -196,19 +208,20 @@ def draw_shapes(labels, size, generator):
 
 
 def from_torchvision(name: str, root: str) -> tuple:
-    """Open one of torchvision's sets in the folder root, or download it → sets, classes."""
+    """Open one of torchvision's sets in the folder root, or download it there → sets, classes."""
     kind, of_train, of_test = TORCHVISION[name]
     try:
         train = getattr(datasets, kind)(root, download=True, **of_train)
         test = getattr(datasets, kind)(root, download=True, **of_test)
-    except Exception as error:  # no network, a full disk, a broken archive: of many types
-        message = f"{name} is not in {root}/ and cannot be downloaded ({error}); put it there"
-        raise InvalidArgument(message) from error
+    except Exception as error:  # errors of the network, the disk and the archive differ in type
+        message = f"{name} is not in {root}/ and cannot be downloaded ({error})."
+        raise InvalidArgument(f"{message} Put it there, or say by --root where it is.") from error
     return train, test, [str(name) for name in getattr(train, "classes", range(10))]
 
 
 class Folder(datasets.ImageFolder):
-    """List a folder of images: a folder for each class, or images at any depth without classes."""
+    """List the images of a folder, at any depth.
+    Each folder in it is a class. If it has fewer than two folders, there are no classes."""
 
     def __init__(self, root: Path):
         super().__init__(root, is_valid_file=self.is_image, allow_empty=True)
@@ -216,7 +229,7 @@ class Folder(datasets.ImageFolder):
     def find_classes(self, directory):
         names = [path.name for path in Path(directory).iterdir() if path.is_dir()]
         names = sorted(name for name in names if name[0] != ".")
-        if len(names) < 2:  # one folder is no choice of classes
+        if len(names) < 2:  # one class alone cannot be told from others
             return [], {"": -1}
         return names, {name: k for k, name in enumerate(names)}
 
@@ -228,24 +241,31 @@ class Folder(datasets.ImageFolder):
 
 def from_folder(folder: Path) -> tuple:
     """Find the images of a folder, or of train/ and test/ (or val/) in it → sets, classes.
-    Without test/, the set to test on is None."""
+    Without test/ and val/, the set to test on is None."""
     places = []
     if (folder / "train").is_dir():
         places = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
         folder = folder / "train"
     train = Folder(folder)
     for name, k in train.class_to_idx.items():
-        require(k in train.targets or k < 0, "--data", folder / name, "a folder with images in it")
+        if k >= 0 and k not in train.targets:
+            raise InvalidArgument(
+                f"--data has no images in {folder / name}. Add some, or remove this folder."
+            )
     if not places:
         return train, None, train.classes
     test = Folder(places[0])
-    wanted = f"a folder of train/'s classes, {train.classes}, not {test.classes}"
-    require(test.classes == train.classes, "--data", places[0], wanted)
+    if test.classes != train.classes:
+        raise InvalidArgument(
+            f"--data needs the same classes in train/ and {places[0].name}/. "
+            f"They are {train.classes} and {test.classes}."
+        )
     return train, test, train.classes
 
 
 def side_of(dataset) -> int:
-    """Return the shorter side of the first readable image, even and at most 96; or 32."""
+    """Return the shorter side of the first readable image, as an even number of at most 96.
+    If no image is readable, return 32."""
     for k in range(len(dataset)):
         with contextlib.suppress(Exception):  # broken files raise exceptions of many types
             picture, _ = dataset[k]
@@ -254,21 +274,21 @@ def side_of(dataset) -> int:
 
 
 def labels_of(dataset) -> Tensor:
-    """Return the labels of a set; torchvision's have either name."""
+    """Return the labels of a set. torchvision calls them targets or labels."""
     labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
     return torch.as_tensor(labels, dtype=torch.long)
 
 
 def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Decode some images of a set as squares → uint8 (n, 3, size, size), labels (n,).
-    Broken ones are left out, and named."""
+    Files that cannot be read are left out, with a warning that names some."""
     if isinstance(dataset, Drawn):
         return dataset.images[index], dataset.targets[index]
 
     def item(k):
         try:
             picture, label = dataset[k]
-            picture = ImageOps.exif_transpose(picture).convert("RGB")  # as the camera was held
+            picture = ImageOps.exif_transpose(picture).convert("RGB")  # the right way up
             picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
             return T.pil_to_tensor(picture), label
         except Exception as error:  # broken files raise exceptions of many types
@@ -276,7 +296,7 @@ def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
     images = torch.empty(len(index), 3, size, size, dtype=torch.uint8)
     labels, broken = [], []
-    with ThreadPool(os.cpu_count()) as pool:  # decoding leaves Python's lock
+    with ThreadPool(os.cpu_count()) as pool:  # decoding releases Python's lock, so threads help
         items = pool.imap(item, index.tolist(), chunksize=32)
         bar = tqdm(items, "reading", len(index), unit=" images", leave=False, delay=2)
         for image, label in bar:
@@ -287,6 +307,6 @@ def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
                 labels.append(label)
     if broken:
         some = ", ".join(broken[:5])
-        message = f"{len(broken)} of {len(index)} files cannot be read, such as {some}"
-        warnings.warn(message, stacklevel=1)
+        message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
+        warnings.warn(f"{message}, for example {some}.", stacklevel=1)
     return images[: len(labels)], torch.tensor(labels, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What an encoder has learned: figures, a table, pictures, a page."""
+"""Show what an encoder has learned, by figures, tables, pictures and a page."""
 
 import base64
 import html
@@ -24,15 +24,15 @@ COLUMNS = {"linear": "linear %", "knn": "kNN %"}
 COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped d_loss g_loss".split()
-READOUT = 100_000  # the most training images of a readout: their features must fit into memory
+READOUT = 100_000  # a readout takes no more images, as their features must fit into memory
 
 
 # ---- Figures -----------------------------------------------------------------------------------
 
 
 def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -> dict:
-    """Measure an encoder, or for None the pixels, averaged to 32 × 32.
-    Accuracies are in percent. What needs classes is None where there are none."""
+    """Measure an encoder. If it is None, measure the pixels, averaged to 32 × 32.
+    Accuracies are in percent. Without classes, figures that need them are None."""
     least = 0 if images.classes else -1
     some = (images.train_labels >= least).nonzero()[:, 0]
     fraction = min(1, READOUT / max(1, len(some)))
@@ -49,13 +49,13 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     for name in ways.keys() & found:
         way, given = ways[name]
         value = round(float(way(*given)), 4)
-        # where no two test images have one class: JSON knows no NaN
+        # tolerance is NaN if no two test images share a class, and JSON has no NaN
         found[name] = None if math.isnan(value) else value
     return found
 
 
 def _features(encoder, images):
-    """Return features and embeddings of images; without an encoder, both are the pixels."""
+    """Return features and embeddings of images. Without an encoder both are the pixels."""
     if encoder is not None:
         return hardneg.embed(encoder, images)
     pool = torch.nn.AdaptiveAvgPool2d(min(32, images.shape[-1]))
@@ -66,7 +66,7 @@ def _features(encoder, images):
 def measure(encoder, images: Images, name: str, seed: int, known: dict | None = None) -> dict:
     """Measure the trained encoder, the untrained one of a seed, and raw pixels.
     The dict `known` keeps the figures of the last two for other runs."""
-    print("measuring the encoder, its untrained state and raw pixels …", flush=True)
+    print("Measuring raw pixels, the untrained and the trained encoder …", flush=True)
     known = {} if known is None else known
     start = f"{name} {seed}"
     if "raw" not in known:
@@ -78,12 +78,12 @@ def measure(encoder, images: Images, name: str, seed: int, known: dict | None = 
 
 
 def keep_figures(seen: list[dict]) -> None:
-    """Read the figures of some steps, and keep only those that the summary of an epoch has."""
+    """Turn the figures of some steps into numbers, and keep only those in FIGURES."""
     seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
 
 
 def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dict:
-    """Summarise an epoch: the means of its figures and, ten times in a run, the accuracy."""
+    """Summarise an epoch by the means of its figures and, ten times in a run, by the accuracy."""
     means = {"epoch": training.epoch}
     for name in FIGURES:
         values = [step[name] for step in seen if name in step]
@@ -92,7 +92,7 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
     every = math.ceil(training.epochs / 10)
     if training.epoch % every == 0 and images.classes:
         trained = every * len(training.images)
-        some = at_most(images, max(1000, trained // 20))  # takes a small share of the time
+        some = at_most(images, max(1000, trained // 20))  # measuring takes little time
         means |= evaluate(training.encoder, some, ("knn",))
     return means
 
@@ -101,7 +101,7 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
 
 
 def spread(values: list, digits: int = 1) -> str:
-    """Write mean ± standard deviation; the mean alone for one value."""
+    """Write the mean ± the standard deviation of values, or a single value alone."""
     text = f"{mean(values):.{digits}f}"
     if len(values) > 1:
         text += f" ± {stdev(values):.{digits}f}"
@@ -110,7 +110,7 @@ def spread(values: list, digits: int = 1) -> str:
 
 def interval(gaps: list) -> tuple[float, float]:
     """Return the mean of differences, and half the width of Student's 95 % interval.
-    Of a single difference the width is ∞."""
+    For a single difference the width is ∞."""
     n = len(gaps)
     if n == 1:
         return gaps[0], math.inf
@@ -119,7 +119,7 @@ def interval(gaps: list) -> tuple[float, float]:
 
 
 def gain(gaps: list, digits: int = 1) -> str:
-    """Write the mean of differences ± half the width of its interval; one difference alone."""
+    """Write the mean of differences ± half the width of its interval, or a single one alone."""
     middle, half = interval(gaps)
     if len(gaps) == 1:
         return f"{middle:+.{digits}f}"
@@ -136,14 +136,14 @@ def cells(rows: dict[str, list]) -> list[list[str]]:
         line = [title]
         for name in shown:
             digits = 1 if "%" in titles[name] else 2
-            values = [run[name] for run in figures if name in run]  # older records lack some
+            values = [run[name] for run in figures if name in run]  # some runs lack a figure
             line.append(spread(values, digits) if values else "")
         lines.append(line)
     return lines
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """Write lines of cells as a Markdown table; the first line is its heading."""
+    """Write lines of cells as a Markdown table. The first line is its heading."""
     heading, *body = lines
     rule = ["---"] * len(heading)
     return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule] + body)
@@ -163,12 +163,12 @@ def print_table(results: dict) -> None:
         print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
     before = max(results["untrained"]["linear"] or 0, results["raw"]["linear"] or 0)
     if results["linear"] is not None and results["linear"] <= before:
-        print("Nothing learned that helps: train longer, on more images, or with a lower --lr.")
+        print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
 
 
-# ---- The page: pictures, each with a title, a caption, a figure ---------------------------------
+# ---- The page, with pictures that have a title and a caption ------------------------------------
 
-plt.switch_backend("Agg")  # needs no screen
+plt.switch_backend("Agg")  # it needs no screen
 plt.style.use("tableau-colorblind10")
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$title</title>
@@ -177,15 +177,15 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; pad
 body { color: #222 } h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 }
 div { overflow-x: auto } img { width: 100%; min-width: 40rem } td { padding: .1rem .6rem .1rem 0 }
 </style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
-<p>Test accuracy of logistic regression on frozen features (linear) and of a vote of the 200
-nearest (kNN). Uniformity: about −4 evenly over the sphere, 0 in one point. Tolerance: the mean
-cosine within a class.</p>
+<p>"linear" is the test accuracy of logistic regression on frozen features, and "kNN" that of a vote
+of the 200 nearest training images. Uniformity is about −4 if embeddings cover the sphere evenly,
+and 0 if all are one point. Tolerance is the mean cosine within a class.</p>
 $pictures</html>
 """)
 
 
 def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
-    """Draw what a run of `train.Options` has learned, from some 1000 test images: report.html."""
+    """Draw in report.html what a run of `train.Options` has learned, on about 1000 test images."""
     some = at_most(images, 1000)
     test, labels = some.test, some.test_labels
     first = runs.untrained(options.encoder, images, options.seed)
@@ -202,12 +202,13 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
     page = PAGE.substitute(
         title=html.escape(f"{results['loss']} on {Path(results['data']).name}"),
-        summary=f"{results['method']}; epochs: {results['epochs']}; {results['seconds']:.0f} s",
+        summary=f"{results['epochs']} epochs of {results['method']} "
+        f"took {results['seconds']:.0f} seconds.",
         table="".join(table),
         pictures="".join(parts),
     )
     runs.write(options.out / runs.PAGE, page.encode())
-    print(f"pictures in {options.out / runs.PAGE}")
+    print(f"The pictures are in {options.out / runs.PAGE}")
 
 
 def png(figure: plt.Figure) -> bytes:
@@ -223,7 +224,8 @@ PANEL_OF["candidates"] = "candidates"
 
 
 def draw_curves(history: list[dict]) -> tuple:
-    """Draw the figures of each epoch; up to epoch 0, the networks of a game train alone."""
+    """Draw the figures of each epoch → title, caption, picture.
+    Up to epoch 0 the networks of a game train alone."""
     curves = {}  # panel: {figure: ([epochs], [values])}
     for epoch in history:
         for name, value in epoch.items():
@@ -242,14 +244,16 @@ def draw_curves(history: list[dict]) -> tuple:
         axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     _, losses = curves["losses"]["loss"]
     title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
-    caption = "Cosines of views of one image (positive) and of others (negative) part. spread: "
-    caption += "standard deviation of the cosines of an anchor's negatives; ess: effective share "
-    caption += "of negatives; candidates: their number; clamped: share at the floor of debiasing."
+    caption = "While the encoder learns, cosines of two views of an image (positive) rise above "
+    caption += "those of different images (negative). For an anchor, spread is the standard "
+    caption += "deviation of the negative cosines. candidates is the number of negatives, and ess "
+    caption += "the share of them that count. clamped is the share of anchors for which debiasing "
+    caption += "leaves no more than its floor."
     return title, caption, figure
 
 
 def draw_nearest(options, embeddings: dict, labels: Tensor, test: Tensor) -> tuple:
-    """Draw images with their nearest others and their weights, before and after training.
+    """Draw images, and the others nearest to them with their weights, before and after training.
     Ref: [2] Fig. 2, 3"""
     chosen = [int((labels == c).nonzero()[0, 0]) for c in labels.unique()[:4]]
     if len(chosen) == 1:  # no classes
@@ -275,14 +279,15 @@ def draw_nearest(options, embeddings: dict, labels: Tensor, test: Tensor) -> tup
     for k, (title, color) in enumerate(titles):
         row, column = divmod(k, columns + 1)
         axis.text(gap + column * pitch, (row + 0.17) * pitch, title, fontsize=9, color=color)
-    caption = "An image, and beside it its nearest others, the hardest negatives: their weights."
+    caption = "A row has an image and the others nearest to it. These are its hardest negatives, "
+    caption += "and the numbers are their weights."
     if labels.max() >= 0:
-        caption += " Orange: of the image's class, so a false negative."
+        caption += " An orange number marks a false negative, which has the class of the image."
     return "The hardest negatives, before and after training", caption, figure
 
 
 def weights_of(z: Tensor, options) -> Tensor:
-    """Weigh, for each of some unit rows (n, D), the others as `train.Options` say → (n, n)."""
+    """Weigh all other rows for each unit row of z (n, D), as `train.Options` say → (n, n)."""
     seen = []
 
     def keep(pos, neg, log_w):
@@ -299,12 +304,12 @@ def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tu
     """Draw embeddings, before and after training, in the plane where the classes differ most."""
     figure, axes = plt.subplots(1, 2, figsize=(8, 4.5), layout="constrained")
     for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
-        means = z  # without classes: where the images differ most
+        means = z  # without classes, the plane shows where images differ most
         if classes:
             means = torch.stack([z[labels == label].mean(0) for label in labels.unique()])
         _, _, directions = torch.linalg.svd(means - means.mean(0), full_matrices=False)
         x = z @ directions[:2].T  # (n, 2)
-        axis.scatter(x[:, 0].cpu(), x[:, 1].cpu(), s=6, color="0.9")  # more classes than colours
+        axis.scatter(x[:, 0].cpu(), x[:, 1].cpu(), s=6, color="0.9")  # there are ten colours
         for label, of_class in enumerate(classes[:10]):
             color = [plt.cm.tab10(label)]
             axis.scatter(*x[labels == label].T.cpu(), s=6, color=color, label=of_class)
@@ -313,5 +318,5 @@ def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tu
         handles, names = axis.get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower center", ncols=5, markerscale=2)
     caption = "Each point is an image, in the plane where the means of the classes are farthest "
-    caption += "apart. Images of one class should lie together, though none of them was labelled."
+    caption += "apart. Images of one class should lie together, though training saw no labels."
     return f"A map of {len(x)} test images, before and after training", caption, figure

@@ -1,4 +1,4 @@
-"""The folder of a run: its checkpoint, its lock, and what makes a run the same run."""
+"""Keep a run in a folder, with a lock, a checkpoint and results, and resume it from there."""
 
 import contextlib
 import io
@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import flag_of, require
+from training import flag_of
 from training.images import Images
 
 try:
     import fcntl
-except ImportError:  # on Windows, two runs in one folder go unnoticed
+except ImportError:  # Windows has no such locks, so two runs in one folder go unnoticed
     fcntl = None
 
 CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html", ".lock"
@@ -26,7 +26,7 @@ def folder_of(options, last: str) -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file; one of this name is replaced in one step, once the new one is on the disk."""
+    """Write a file. An older one is replaced in one step, once the new one is on the disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         with open(part, "wb") as file:
@@ -45,7 +45,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def save_checkpoint(folder: Path, state: dict) -> None:
-    """Write all that a run needs to go on."""
+    """Write all that a run needs to resume."""
     content = io.BytesIO()
     torch.save(state, content)
     write(folder / CHECKPOINT, content.getbuffer())
@@ -58,23 +58,24 @@ def read_checkpoint(folder: Path, device: str) -> dict:
 
 @contextlib.contextmanager
 def alone(folder: Path):
-    """Keep other runs out of a folder; the lock goes with the process, however it ends.
-    A run that leaves nothing takes away the folders that it made."""
+    """Keep other runs out of a folder. The lock ends with the process, however that ends.
+    A run that leaves no files removes the folders that it made."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as lock:
         try:
             if fcntl is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            require(False, "--out", folder, "free; another run is at work there")
-        except OSError:  # a file system without locks: two runs in one folder go unnoticed
+        except BlockingIOError as error:
+            message = f"--out is {folder}, where another run is at work. Wait for it to end,"
+            raise hardneg.InvalidArgument(f"{message} or choose another --out.") from error
+        except OSError:  # some file systems have no locks, so two runs go unnoticed there
             pass
         try:
             yield
         finally:
             with contextlib.suppress(OSError):  # others may use the folders by now
-                if os.listdir(folder) == [LOCK]:
+                if os.listdir(folder) == [LOCK]:  # the run left no files
                     os.remove(folder / LOCK)
                     for path in made:
                         path.rmdir()
@@ -82,18 +83,19 @@ def alone(folder: Path):
 
 @contextlib.contextmanager
 def readable(path: Path):
-    """Say in one line that a file is broken, or is not of such a run."""
+    """Say in one line that a file is broken, or was not written by a run."""
     try:
         yield
     except (OSError, hardneg.InvalidArgument):
         raise
     except Exception as error:  # broken files raise exceptions of many types
-        message = f"{path} cannot be read ({type(error).__name__}); --overwrite replaces it"
-        raise hardneg.InvalidArgument(message) from error
+        message = f"{path} cannot be read ({type(error).__name__}). Choose another --out,"
+        raise hardneg.InvalidArgument(f"{message} or replace it by --overwrite.") from error
 
 
 def finished(options) -> dict | None:
-    """Read the results of the same options in the folder of `train.Options`, if any are to keep."""
+    """Return the results that a run of these `train.Options` left in their folder.
+    Return None if there are none, or if they are to be overwritten."""
     path = options.out / RESULTS
     if options.overwrite or not path.exists():
         return None
@@ -104,15 +106,18 @@ def finished(options) -> dict | None:
 
 
 def require_same(folder: Path, was: dict, now: dict) -> None:
-    """Require that the run in a folder has the same options."""
+    """Raise an error if the run in a folder had other options."""
     changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    flags = [f"{flag_of(name)} was {was.get(name)}" for name in changed]
-    wanted = f"another folder, or these options: {', '.join(flags)} there; --overwrite replaces it"
-    require(not changed, "--out", folder, wanted)
+    if changed:
+        flags = ", ".join(f"{flag_of(name)} was {was.get(name)}" for name in changed)
+        raise hardneg.InvalidArgument(
+            f"--out is {folder}, which has a run of other options, where {flags}. "
+            "Use the same options or another --out, or replace the run by --overwrite."
+        )
 
 
 def restore(training: hardneg.Training, options) -> dict:
-    """Bring a training to where its run was stopped, or let it begin → the state of the run."""
+    """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
     n, size = len(training.images), training.images.shape[-1]
     if options.overwrite:
         for name in (CHECKPOINT, RESULTS, PAGE):
@@ -122,12 +127,15 @@ def restore(training: hardneg.Training, options) -> dict:
     with readable(options.out / CHECKPOINT):
         state = read_checkpoint(options.out, options.device)
         require_same(options.out, state["args"], options.of_the_run())
-        wanted = f"as before, with {state['images']} images to train on; --overwrite begins anew"
-        require(n == state["images"], "--data", f"{options.data}, with {n}", wanted)
+        if n != state["images"]:
+            raise hardneg.InvalidArgument(
+                f"--data is {options.data}, with {n} images to train on. The run began with "
+                f"{state['images']}. Restore these images, or begin anew by --overwrite."
+            )
         training.load_state_dict(state["training"])
     pretrain = training.method.pretrain
     epochs = f"{pretrain + training.epoch} of {pretrain + training.epochs}"
-    print(f"resumed after epoch {epochs} (--overwrite begins anew)")
+    print(f"The run is resumed after epoch {epochs}. To begin anew, use --overwrite.")
     return state
 
 

@@ -172,7 +172,7 @@ class TestFolders:
             write_images(tmp_path / part)
         for name in ("cat/0", "cat/2", "dog/5"):
             (tmp_path / "train" / f"{name}.png").write_bytes(b"no image")
-        with pytest.warns(UserWarning, match=r"3 of 12 .*cat.0\.png"):
+        with pytest.warns(UserWarning, match=r"3 of 12 .* left out, for example .*cat.0\.png"):
             found = images.load(tmp_path)
         assert values_of(found.train) == [1, 3, 4, 5, 40, 41, 42, 43, 44]
         assert found.train_labels.tolist() == [0] * 4 + [1] * 5
@@ -202,11 +202,13 @@ class TestFolders:
         elif kind == "no images of a class":
             write_images(tmp_path)
             (tmp_path / "cow").mkdir()
-        with pytest.raises(InvalidArgument, match=f"^--data is {tmp_path}"):
+        found = "has no images in" if kind == "no images of a class" else "is"
+        with pytest.raises(InvalidArgument, match=f"^--data {found} {tmp_path}"):
             images.load(tmp_path)
 
     def test_test_images_have_the_classes_of_the_training_images(self, tmp_path):
         write_images(tmp_path / "train")
         write_images(tmp_path / "test", classes=("cat", "cow"))
-        with pytest.raises(InvalidArgument, match="train/'s classes.*cat.*not.*cow"):
+        said = "^--data needs the same classes in train/ and test/.*cat.*dog.* and .*cat.*cow"
+        with pytest.raises(InvalidArgument, match=said):
             images.load(tmp_path)
