@@ -12,8 +12,8 @@ from training import compare, report
 
 PAIRS = 7680  # of a run, each seen once
 THIRD = 2560  # of a run that chooses
-FIRST_RATE = 5e-5  # while temperatures are compared
-RATES = (2e-5, 1e-4)  # the others
+FIRST_RATE = 1e-4  # while temperatures are compared
+RATES = (5e-5, 2e-4)  # the others
 TEMPERATURES = (0.05, 0.02, 0.03, 0.07, 0.1)
 FEW = (0.05, 0.03, 0.1)  # for a loss with an option of its own, which has three values
 OWN = {"beta": (0.5, 0.2, 1.0), "tau_plus": (1e-4, 1e-5, 1e-3)}
