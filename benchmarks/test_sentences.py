@@ -247,7 +247,7 @@ class TestRows:
             study = sentences.Study(parts, record, tmp_path)
             monkeypatch.setattr(study, "tune", tune)
             chosen = study.choose("mined, hcl")
-            assert [chosen[name] for name in ("temperature", "beta", "rate")] == [0.1, 1.0, 2e-5]
+            assert [chosen[name] for name in ("temperature", "beta", "rate")] == [0.1, 1.0, 5e-5]
             assert len(tried) == 7
 
     def test_the_table_is_of_the_record(self, tmp_path, monkeypatch):
