@@ -1,6 +1,6 @@
 """Hard-negative contrastive learning in one file that you can copy into your project.
-Version 2.0.0, for Python 3.11 and torch 2.10 or newer. Copyright 2026 the hardneg authors. MIT
-licence.
+Version 2.0.0, for Python 3.11 and torch 2.10 or newer. Copyright 2026 the hardneg authors.
+You may use it under the MIT licence.
 
 An encoder learns without labels if it pulls two views of a sample together and pushes other samples
 away. The other samples are called negatives. Which negatives push, and how strongly each of them

@@ -218,7 +218,7 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
             report.write_page(options, encoder, images, results)
         results["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__}
         runs.write_json(options.out / runs.RESULTS, results)  # last, as it marks the end of the run
-        print(f"saved in {options.out}/")
+        print(f"The results are in {options.out}/.")
         return results
 
 

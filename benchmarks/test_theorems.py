@@ -302,7 +302,7 @@ class TestTheorems:
         close(debias.exact(*given)[0].exp(), [defined], 1e-11)
         eq_2 = debias.eq_2(*given)[0]
         close(eq_2.exp(), [published], 5e-4)
-        log_w, log_w_pos = weigh("tilted", pos, neg, beta=beta)
+        log_w, _, log_w_pos = weigh("tilted", pos, neg, beta=beta)
         found = log_negatives(pos, neg, log_w, tau_plus, t, log_w_pos)
         close(found - math.log(20000), eq_2, 1e-11)
 

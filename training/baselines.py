@@ -17,7 +17,7 @@ class Queue(hardneg.SimCLR):
     Keys of this batch and of earlier batches are the candidates.
 
     queue_size    How many keys of earlier batches are candidates. It must be below the number of
-                  images, since an older key of the anchor's image is a false negative.
+                  images. An older key of the anchor's own image is a false negative.
     momentum      m of the slow copy, in [0, 1).
 
     Here the copy is in eval mode, and keys of this batch are candidates, too. Without them only

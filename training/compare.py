@@ -11,7 +11,7 @@ from training.images import read
 
 def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     """Train all runs of a plan that are not finished, and print a table of their results.
-    plan has a list of `train.Options` for each row, one for each seed. `plan_of` makes it.
+    plan has a list of `train.Options` for each row. `plan_of` makes it.
     train(options, images, known) trains one run and returns its results."""
     in_order = list(seed_by_seed(plan))
     for _, options in in_order:
@@ -34,7 +34,7 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
 
 def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     """Plan the runs of a comparison from the `train.Options` of each loss → {loss: its runs}.
-    All losses get the same number of epochs, the same batch size and the same learning rate."""
+    All losses get the same epochs, batch size and learning rate."""
     require(seeds >= 1, "--seeds", seeds, "at least 1")
     alike = {"epochs": max(row.epochs for row in rows)}
     alike["batch_size"] = min(row.batch_size for row in rows)

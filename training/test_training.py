@@ -353,7 +353,7 @@ class TestRuns:
         for more in ([], ["--seed", "0"]):
             train.main([*SMALL_WORDS, "--out", str(tmp_path), *more])
             said = capsys.readouterr().out
-            assert "--overwrite replaces it" in said and "\ntrained encoder" in said
+            assert "--overwrite replaces" in said and "\ntrained encoder" in said
             assert said.splitlines()[3] in table
         assert times_of(tmp_path) == kept
 
@@ -612,7 +612,7 @@ MISTAKES = """
 --fraction 0 | --fraction is 0
 --seed -1 | --seed is -1
 --seed 2000000000 | --seed is 2000000000
---compare hcl --loss ot | --loss is ot
+--compare hcl --loss ot | Use either --loss or --compare
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
 --method queue --queue-size 0 | --queue-size is 0
