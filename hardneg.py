@@ -111,7 +111,8 @@ class Options(TypedDict, total=False):
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
         mean 1. Debiasing with several positives calls it for their logits (a, M), too. Logits of
-        what does not count are −1e30.""",
+        what does not count are −1e30. Blocks can call it again in the backward pass, so it has to
+        give the same answer then, without random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -119,14 +120,15 @@ class Options(TypedDict, total=False):
         OBJECTIVES,
         """What is done with the weighted negatives. By default the loss decides. A function of your
         own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
-        losses (a,). What does not count is −1e30. A loss has to be 0 where no candidate counts.""",
+        losses (a,). What does not count is −1e30. The loss of an anchor without candidates must not
+        depend on their logits. The function must have no random numbers, as above.""",
     ]
     temperature: Annotated[
         float | Tensor,
         0.1,
         [1e-6, 1e6],
-        """The temperature t, which divides cosines. A tensor () that requires a gradient is
-        learned.""",
+        """The temperature t, which divides cosines. A tensor of one entry that requires a gradient
+        is learned.""",
     ]
     tau_plus: Annotated[
         float | None,
@@ -170,7 +172,8 @@ class Options(TypedDict, total=False):
         bool,
         True,
         (True, False),
-        "Project rows to the unit sphere first. If you turn this off, pass unit rows.",
+        """Project rows to the unit sphere first. If you turn this off, logits are inner products
+        over t. Debiasing, transport, margins, `simple` and `triplet` then need unit rows.""",
     ]
     detach_weights: Annotated[
         bool | None,
@@ -193,7 +196,8 @@ class Options(TypedDict, total=False):
         """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
         2^23, is computed in one go. Larger batches are cut into blocks, so that memory grows with
         A + N instead of A·N. 0 turns blocks off. Blocks change a result by rounding only. In blocks
-        a mean or a sum has no second derivative.""",
+        a mean or a sum has no second derivative, and nothing has forward-mode derivatives. If a
+        function of yours learns parameters, all anchors are computed in one go.""",
     ]
 
 
@@ -300,8 +304,8 @@ def answer(anchors, shared, options):
     """Answer the three questions for some anchors, each from its own row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice."""
     # 1. Who could be a negative?
-    pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
-    n = _count(neg, anchors, options)  # N_i (a,)
+    pos, neg, more = who(anchors, shared, options)  # logits (a, M), (a, N)
+    n = _count(neg, anchors.own, more)  # N_i (a,)
 
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
@@ -320,7 +324,7 @@ def answer(anchors, shared, options):
     losses = _fill_in(options["objective_function"], given)
     _check_result("objective", losses, neg.shape[:1])
     no_positive = pos.amax(1) < FAR
-    losses = losses.masked_fill(no_positive, 0)
+    losses = losses.to(n.dtype).masked_fill(no_positive, 0)
     lacking = torch.stack([no_positive, n == 0, clamped]).sum(1)
     return _Answers(losses, lacking, pos, neg, log_w, clamped)
 
@@ -354,11 +358,12 @@ class ContrastiveLoss(nn.Module):
 #                 It must be added last, and is 0 for positives, which have no column
 #     t           the temperature
 #     and any option by its name.
-# A rule must give each anchor the weights that follow from its own row alone. Where a logit is
-# masked (below FAR), its log weight must be below FAR, too. Values and gradients must be finite for
-# cosines t · logits from −1 to 1, and 1e-6 beyond because of rounding.
-# To add a rule, write its function and its row in WEIGHTS, and an entry in Options if it has an
-# option of its own.
+# A rule must give each anchor the weights that follow from its own row alone. Masked logits are
+# −1e30, in a whole row if an anchor has no candidate, and their log weights must be below FAR, too.
+# So take sums and minima over what is above FAR. A positive may lie below all candidates. Values
+# and gradients must be finite for cosines t · logits from −1 to 1, and 1e-6 beyond for rounding.
+# To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
+# in Options if it has an option of its own.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. The ranges in Options keep it so, finite in float32.
@@ -444,12 +449,14 @@ def own_rule(logits, weights):
         error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors; {MATRIX_HINT}")
         raise
     _check_result("weights", log_w, logits.shape)
-    log_w = log_w.clamp_min(MASKED)  # −∞ is masked, too
+    log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
 
 
-# rule: its function, and the mean of an anchor's weights: "one" if it is 1, "scaled" if `weigh`
-# scales it to 1, for which an anchor must keep a candidate, or "any"
+# rule: its function, and a word on the mean of an anchor's weights
+#     "one"     it is 1 already
+#     "scaled"  `weigh` makes it 1; the rule must not drop all candidates of an anchor
+#     "any"     neither
 WEIGHTS = {
     "uniform": (uniform, "one"),
     "tilted": (tilted, "scaled"),
@@ -502,8 +509,10 @@ def _fill_in(function, given):
 # by name. They can be
 #     pos            logits (a, M) of positives, MASKED where there is none
 #     log_negatives  the log of Σ_j w_j e^{s_j} (a,), debiased; formulas call the sum "negatives".
-#                    Below FAR for an anchor without negatives. An objective that takes it has τ⁺
-#     neg, log_w     logits and log weights (a, N) of candidates, MASKED where there is none
+#                    It is below FAR for an anchor without negatives. Only the objectives that take
+#                    it are debiased. The others ignore tau_plus
+#     neg, log_w     logits and log weights (a, N) of candidates, below FAR for what does not count.
+#                    A rule can drop a candidate in log_w alone, so look at both
 #     t              the temperature; t · logits are cosines
 #     and any option by its name.
 # An objective must give each anchor the loss that follows from its own row alone. For an anchor
@@ -662,7 +671,7 @@ def _line_up(options, views, given):
     b, v = len(views[0]), len(views)
     z = project(torch.cat(views))  # (V·B, D)
     t = options["temperature"]
-    t = t.to(z) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs 32 bits
+    t = t.to(z).view(()) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs 32 bits
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
     # first view alone has anchors, and no candidate shows an anchor's sample unless it is named.
@@ -719,7 +728,8 @@ def _each_once(index):
 
 
 def who(anchors, shared, options):
-    """Answer question 1: logits of positives (a, M) and of candidates (a, N)."""
+    """Answer question 1: logits of positives (a, M) and of candidates (a, N), MASKED if they do not
+    count, and whether more is masked than the columns `own`."""
     if anchors.negatives is None:
         neg = anchors.z @ shared.candidates.T  # (a, N)
     else:
@@ -727,42 +737,43 @@ def who(anchors, shared, options):
     pos = anchors.pos
     if shared.positives_by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
-        named = neg[rows, anchors.own]  # (a, P); neg.gather would save neg, see `_mask_`
-        pos = named.masked_fill(anchors.own < 0, MASKED)
+        pos = neg[rows, anchors.own]  # (a, P); neg.gather would save neg, see `_mask_`
+        pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
         _drop_(of_label, anchors.own)
         pos = torch.cat([pos, of_label], 1)  # (a, M + N)
-    _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
-    return pos, neg
+    return pos, neg, _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
 
 
 @torch.no_grad()
 def _mask_(neg, pos, anchors, shared, options):
-    """Mask the logits (a, N) of what is no negative, in place.
-    Autograd does not see the change, for which there are three rules. No operation before this may
+    """Mask the logits (a, N) of what is no negative, in place → whether it masks more than `own`.
+    Autograd does not see the change, for which there are two rules. No operation before this may
     have saved neg for its backward pass, as neg.square() would. Whatever comes after this must have
     no gradient at masked logits. A softmax has none, and other functions have to fill them first.
-    Blocks may run this twice, so it must not draw random numbers."""
-    # To add an option that masks, mask here, and name it in `_count`. If it can mask i for j but
-    # not j for i, name it in `symmetric` of `_couple`, too.
+    """
+    # To add an option that masks, mask here and set more. If it can mask i for j but not j for i,
+    # name it in `symmetric` of `_couple`, too.
+    more = False
     _drop_(neg, anchors.own)
     if anchors.mask is not None:
         neg.masked_fill_(~anchors.mask, MASKED)
+        more = True
     if anchors.labels is not None:
         neg.masked_fill_(anchors.labels[:, None] == shared.candidate_labels, MASKED)
+        more = True
     if _has_margin(options):
         limit = _limit(shared.t * pos.amax(1, keepdim=True), options)  # amax skips absent ones
         neg.masked_fill_(neg > limit / shared.t, MASKED)
+        more = True
+    return more
 
 
-def _count(neg, anchors, options):
+def _count(neg, own, more):
     """Count the candidates that each anchor has left: N_i (a,)."""
-    if anchors.mask is not None or anchors.labels is not None or _has_margin(options):
-        return (neg > FAR).sum(1).to(neg.dtype)
-    # without masks this is the same, and saves a pass over the matrix
-    own = (anchors.own >= 0).sum(1)
-    return (neg.shape[1] - own).to(neg.dtype)
+    n = (neg > FAR).sum(1) if more else neg.shape[1] - (own >= 0).sum(1)  # saves a pass over neg
+    return n.to(neg.dtype)
 
 
 @torch.no_grad()
@@ -914,6 +925,7 @@ def mine(
     relative_margin: float | None = None,
     labels: Tensor | None = None,
     scores: bool = False,
+    normalize: bool = True,
 ):  # the type of the result depends on scores, which would need overloads
     """Find the k documents nearest to each query that do not answer it: hard negatives.
     queries (n, D), documents (N, D), any floats → document rows (n, k), nearest first. −1 stands
@@ -926,6 +938,8 @@ def mine(
                     that answers the query
     skip            leave out so many of the nearest documents that are left
     scores          also return the cosines (n, k), −∞ for none
+    normalize       compare by cosines. With False it compares by inner products, which scores
+                    then are, too.
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, 16 MB or 64 rows."""
     n, size, device = len(queries), len(documents), queries.device
@@ -945,18 +959,20 @@ def mine(
         labels = torch.as_tensor(labels, device=device)
 
     with torch.autocast(device.type, enabled=False):
-        queries = unit(queries)
-        documents = unit(documents).to(queries.dtype)
+        project = unit if normalize else _upcast
+        queries = project(queries)
+        documents = project(documents).to(queries.dtype)
         if _may_read(queries):
             _check_finite("queries", queries)
             _check_finite("documents", documents)
         # Question 1 of a loss, at t = 1. A block has all documents, as margins need them at once.
         anchors = _Anchors(queries, queries[:, :0], positives)
         shared = _Shared(1.0, size, documents, positives_by_index=True)
-        margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
+        options = DEFAULTS | {"absolute_margin": absolute_margin}
+        options["relative_margin"] = relative_margin
         parts = []
         for some in anchors.blocks(max(64, 2**22 // size)):
-            _, cosines = who(some, shared, margins)  # (a, N)
+            cosines = who(some, shared, options)[1]  # (a, N)
             if labels is not None:
                 for column in some.own.unbind(1):  # (a,)
                     of_label = labels[column, None] == labels
@@ -993,7 +1009,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
 # The logits of a large batch do not fit into memory, so `answer` gets blocks of anchors. A loss
-# calls it as often as its path needs, so `answer` must neither keep state nor communicate.
+# calls it as often as its path needs. So `answer`, and all that it calls, must neither keep state
+# nor communicate between ranks nor draw random numbers.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1042,10 +1059,12 @@ def _in_blocks(anchors, shared, options, size):
     """Compute the losses of all anchors (A,), or their sum, and what they lack, block by block.
     A sum gets its gradient at once, while the matrix of a block is in memory. For "none" the
     backward pass computes each block again."""
+    if torch._C._are_functorch_transforms_active():  # torch.func has gradients of its own
+        return answer(anchors, shared, options)[:2]
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
-    at_once = summed and torch.is_grad_enabled()
-    found = run(torch.ones_like(anchors.z[:, 0]) if at_once else None)
+    ones = torch.ones_like(anchors.z[:, 0])
+    found = run(ones if summed and torch.is_grad_enabled() else None)
     if found is None:  # what a function of the user's learns is left to torch, in one block
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
@@ -1070,7 +1089,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             rows = slice(start, start + size)
             some = _copy(anchors.of(rows))
             found = answer(some, everyone, options)
-            if not _leaves(found.losses.grad_fn, {None}) <= {id(x) for x in some + everyone}:
+            if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
             losses[rows], lacking = found.losses.detach(), lacking + found.lacking
             if grad_losses is not None and found.losses.requires_grad:
@@ -1091,14 +1110,17 @@ def _learned(part):
     return [x for x in part if torch.is_tensor(x) and x.requires_grad]
 
 
-def _leaves(node, seen):
+def _leaves(node):
     """Find the ids of all tensors in the graph of a node that learn."""
-    if node in seen:
-        return set()
-    seen.add(node)
-    found = {id(node.variable)} if hasattr(node, "variable") else set()
-    for before, _ in node.next_functions:
-        found |= _leaves(before, seen)
+    nodes, seen, found = [node], {None}, set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [before for before, _ in node.next_functions]
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
     return found
 
 
@@ -1320,12 +1342,12 @@ def _check_option(name, value):
         return
     if value is None and DEFAULTS[name] is None:
         return
-    if name == "temperature" and torch.is_tensor(value) and value.ndim == 0:  # may be learned
+    if name == "temperature" and torch.is_tensor(value) and value.numel() == 1:  # may be learned
         value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
         _check_number(name, value, allowed[0], allowed[1])
     elif not (isinstance(value, (str, bool)) and value in allowed):
-        _require(False, name, repr(value), _words_of(allowed) + _nearest(value, allowed))
+        _require(False, name, _describe(value), _words_of(allowed) + _nearest(value, allowed))
 
 
 def _check_number(name, value, low, high=10**18):
@@ -1333,7 +1355,7 @@ def _check_number(name, value, low, high=10**18):
     kind = numbers.Integral if isinstance(high, int) else numbers.Real
     if not (isinstance(value, kind) and low <= value <= high):
         # only here, as compiled code has no repr of a number that varies
-        _require(False, name, repr(value), _words_of([low, high]))
+        _require(False, name, _describe(value), _words_of([low, high]))
 
 
 def _check_call(options, views, given):
@@ -1352,6 +1374,8 @@ def _check_call(options, views, given):
         shape = view.shape
     is_group = group is None or isinstance(group, distributed.ProcessGroup)
     _require(is_group, "group", repr(group), "a process group of torch.distributed")
+    if group is not None and _may_read(views[0]):
+        _check_ranks(views, group)
     b, k = len(views[0]), 0
     if negatives is None:
         a = b * len(views)
@@ -1366,12 +1390,28 @@ def _check_call(options, views, given):
             if (negatives == views[1][0]).all(-1).any():
                 _warn("negatives has rows of views[1], too. Name them in positive_index=.")
     if labels is not None:
-        hint = f" for {b} samples and {k} rows of negatives"
-        _check_tensor("labels", labels, None, (b + k,), hint=hint)
+        _check_tensor(
+            "labels", labels, None, (b + k,), hint=f" for {b} samples and {k} rows of negatives"
+        )
     _check_tensor("positive_index", positive_index, "whole", (b,), (b, "P"))
     _check_rows("positive_index", positive_index, n)
     _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
     _check_tensor("log_weights", log_weights, "floating", (a, n), (n,))
+
+
+def _check_ranks(views, group):
+    """Check on all ranks at once what would let one of them wait for the others in vain."""
+    here = [len(views)] + list(views[0].shape)
+    finite = all(view.isfinite().all() for view in views)
+    everywhere = gather(torch.tensor([here + [finite]]), group).tolist()
+    for rank, (*there, finite) in enumerate(everywhere):
+        if there != here:
+            raise InvalidArgument(
+                f"views differ between ranks. Rank {rank} has {there} views, rows and dimensions, "
+                f"and this one has {here}."
+            )
+        if not finite:
+            raise NotFinite(f"views of rank {rank} have NaN or inf.")
 
 
 def _check_negatives(negatives, views, options, labels, group):
@@ -1398,12 +1438,14 @@ def _check_tensor(name, x, kind, *shapes, hint=""):
     """Check a tensor, if it is given. A shape has lengths, or letters for any length above 0."""
     if x is None and not hint:
         return
-    if kind != "floating":
-        x = torch.as_tensor(x)  # an index, say, may be a list
+    if kind != "floating":  # an index, say, may be a list
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError):  # of words, say, or of unequal lengths
+            pass
     fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
     if fits and kind is not None:
-        found = "boolean" if x.dtype == torch.bool else "whole"
-        fits = kind == ("floating" if x.is_floating_point() else found)
+        fits = {"floating": "float", "boolean": "bool", "whole": "int"}[kind] in str(x.dtype)
     sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
     words = f"{kind or ''} tensor".strip()
     _require(fits, name, _describe(x), f"a {words} {sizes}{hint}")
@@ -1441,7 +1483,8 @@ def _check_finite(name, x):
 def _describe(x):
     if torch.is_tensor(x):
         return f"{x.dtype} {tuple(x.shape)}"
-    return type(x).__name__
+    words = repr(x)
+    return words if len(words) < 50 else f"of type {type(x).__name__}"
 
 
 # ================================================================================================

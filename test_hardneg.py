@@ -573,6 +573,8 @@ group = torch.distributed.group.WORLD
 found = test_hardneg.losses_of(group)
 if torch.distributed.get_rank() == 0:
     torch.save(found, sys.argv[1])
+rank = torch.distributed.get_rank()
+test_hardneg.refuse(group, rank)
 torch.distributed.barrier()
 os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
 """
@@ -580,6 +582,18 @@ VARIANTS = [{}, {"block_size": 0}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2,
 VARIANTS += [{"detach_weights": False}, {"absolute_margin": -0.3}]
 VARIANTS += [{"tau_plus": 0.05, "temperature": 0.7}, {"negatives": embeddings(1, 7, 4)}]
 VARIANTS += [{"negatives": embeddings(3, 6, 2, 4)}, {"negative_mask": embeddings(2, 6, 6) > -0.5}]
+
+
+def refuse(group, rank):
+    """Let both ranks refuse what only one of them has, and then go on."""
+    x = embeddings(rank, 2, 4, 3)
+    with pytest.raises(hardneg.InvalidArgument, match="^views differ between ranks"):
+        contrastive_loss(*x[:, : 3 + rank], group=group)
+    broken = x.clone()
+    broken[0, 1, 2] = math.nan if rank == 1 else 0.0
+    with pytest.raises(hardneg.NotFinite, match="^views of rank 1 have NaN"):
+        contrastive_loss(*broken, group=group)
+    assert contrastive_loss(*x, group=group).isfinite()
 
 
 class Wrapped(nn.Module):
@@ -880,6 +894,32 @@ class TestPPCL:
 
 
 # ---- Sections 1 and 4: the loss, candidates
+class TestInnerProducts:
+    """Without `normalize` logits are inner products over t, as of two-tower models."""
+
+    ROWS = {"weights": st.sampled_from(["uniform", "tilted", "hardest", "top", "thrice"])}
+    ROWS |= {"objective": st.sampled_from(["nce", "each", "ppcl", "decoupled"])}
+
+    @given(**BATCHES, **ROWS, scale=st.floats(0.1, 4), size=BLOCK_SIZES)
+    def test_is_the_oracles(self, seed, v, b, d, weights, objective, scale, size):
+        weights = thrice if weights == "thrice" else weights
+        options = {"weights": weights, "objective": objective, "beta": 0.7, "alpha": 0.4}
+        x = scale * normal(seed, v * b + 3, d)
+        for k in (0, 3):
+            agree(x[: v * b + k], v, k, block_size=size, normalize=False, **options)
+
+    @given(**MATRICES, k=st.integers(1, 7))
+    def test_mining_is_by_inner_products(self, seed, a, n, k):
+        queries, documents = embeddings(seed, a, 3), 3 * embeddings(seed + 1, n, 3)
+        own = torch.full((a,), -1)
+        given = {"positives": own, "scores": True, "normalize": False}
+        found, scores = hardneg.mine(queries, documents, k, **given)
+        wanted = (queries @ documents.T).sort(1, descending=True)
+        close(scores[:, :n], wanted.values[:, :k], 1e-12)
+        assert torch.equal(found[:, :n], wanted.indices[:, :k])
+        assert (found[:, n:] == -1).all() and (scores[:, n:] == -INF).all()
+
+
 class TestContrastiveLoss:
     """`contrastive_loss` is the papers' formulas, and differentiable by whatever asks for it."""
 
@@ -1693,9 +1733,55 @@ class TestInvalidArguments:
         ),
         ("positive_index", [0, 1, 2, 5], (5,), "has rows from 0 to 5. It can have −1 to 4"),
         ("positive_index", [0, 1, 2, 3], (), "names rows of negatives, but there are none"),
-        ("temperature", torch.ones(1), (), "it must be a number from 1e-06 to 1e+06"),
+        ("temperature", torch.ones(2), (), "it must be a number from 1e-06 to 1e+06"),
         ("alpha", 1.1, (), "is 1.1; it must be a number from 1e-09 to 1"),
     ]
+
+    NOTHING = "x", b"x", object(), [], {}, {1}, (), ["a", "b", "c", "d"], [[1], [1, 2]], 1j
+    NOTHING += (math.nan, -INF, np.ones(3), torch.ones(0), torch.ones(2, 2, 2), torch.ones(7))
+    NOTHING += (torch.tensor([1j] * 4), lambda: 0, slice(3), Mock)
+    NAMES = set(hardneg.Call.__annotations__) - {"normalize", "detach_weights", "block_size"}
+
+    @pytest.mark.parametrize("name", sorted(NAMES))
+    def test_twenty_wrong_things_are_named(self, name):
+        """Each error says which argument is wrong, and none comes from inside torch."""
+        assert len(self.NOTHING) == 20
+        x = embeddings(1, 2, 4, 3)
+        for thing in self.NOTHING:
+            rows = {"negatives": embeddings(2, 5, 3)} if name == "positive_index" else {}
+            if callable(thing) and name in ("weights", "objective"):
+                continue  # which may do as it likes
+            if torch.is_tensor(thing) and thing.shape == (4,) and name == "labels":
+                continue  # complex numbers are equal or not, as others
+            with pytest.raises(hardneg.InvalidArgument, match=rf"\b{name}\b"):
+                contrastive_loss(*x, **rows | {name: thing})
+
+    def test_one_entry_is_a_temperature(self):
+        x = embeddings(1, 2, 4, 3)
+        t = nn.Parameter(torch.tensor([0.07]))
+        loss = contrastive_loss(*x, temperature=t)
+        close(loss, contrastive_loss(*x, temperature=0.07), 1e-6)
+        loss.backward()
+        assert t.grad.shape == (1,)
+
+    def test_functions_may_answer_in_16_bits(self):
+        x = embeddings(1, 2, 4, 3)
+        usual = contrastive_loss(*x, weights=lambda s: s / 4, objective=lambda p, n, w: p[:, 0])
+        for dtype in (torch.float16, torch.bfloat16):
+            weights, objective = (lambda s: (s / 4).to(dtype)), (lambda p, n, w: p[:, 0].to(dtype))  # noqa: B023
+            found = contrastive_loss(*x, weights=weights, objective=objective)
+            assert found.dtype == torch.float64
+            assert abs(found - usual) < 0.05 * abs(usual)
+
+    @pytest.mark.parametrize("loss", PRESETS)
+    def test_one_sample_has_the_loss_0(self, loss):
+        """As in the last batch of an epoch."""
+        x = embeddings(1, 2, 1, 3).requires_grad_()
+        with pytest.warns(UserWarning, match="^None of 2 anchors has a candidate"):
+            value = contrastive_loss(*x, loss=loss)
+        value.backward()
+        wanted = -2 * torch.cosine_similarity(*x).detach() / 2 if "simple" in loss else 0
+        close(value, float(wanted), 1e-12)
 
     def test_labels_as_a_second_view(self):
         for labels in (torch.arange(4), torch.arange(4.0)):
@@ -1779,6 +1865,14 @@ print(peak() - before)
         usual, coupled = map(float, printed.split())
         assert usual < 128 and coupled < 200
 
+    @pytest.mark.parametrize("samples", [6, 300])
+    @pytest.mark.parametrize("loss", ["hcl", "hard-simple"])
+    def test_torch_func_has_the_same_gradient_at_every_size(self, samples, loss):
+        x, y = embeddings(1, 2, samples, 4)
+        wanted = with_slope(contrastive_loss(x.requires_grad_(), y, loss=loss), x)[1]
+        found = torch.func.grad(lambda a: contrastive_loss(a, y, loss=loss))(x.detach())
+        close(found, wanted, 1e-12)
+
     def test_compiles_with_an_option_that_varies(self):
         """As for an annealed β: from its second value on it is a symbol of the graph."""
         x, y = embeddings(1, 2, 6, 3)
@@ -1827,12 +1921,27 @@ class TestRows:
             known = {"logits", "candidates", "potential", "t", *hardneg.DEFAULTS}
             assert set(hardneg.takes(rule)) <= known, name
             assert mean in ("one", "scaled", "any"), name
+            assert rule.__code__.co_kwonlyargcount == 0, name
         for name, (objective, by_label) in hardneg.OBJECTIVES.items():
             known = {"pos", "neg", "log_w", "log_negatives", "t", *hardneg.DEFAULTS}
             assert set(hardneg.takes(objective)) <= known, name
             assert isinstance(by_label, bool), name
         for name, (weights, objective, _) in hardneg.PRESETS.items():
             assert weights in hardneg.WEIGHTS and objective in hardneg.OBJECTIVES, name
+
+    @pytest.mark.parametrize("name", hardneg.WEIGHTS)
+    @given(**MATRICES)
+    def test_a_rule_weighs_each_row_alone(self, name, seed, a, n):
+        """It keeps what is masked, changes nothing in place, and has the logits' shape."""
+        options = hardneg.resolve({"weights": name})
+        logits = masked(masked_logits(seed, a, n, 0.3, empty=a > 1))
+        before = logits.clone()
+        found = hardneg.by_rule(logits, logits, 0.0, 1.0, options)
+        assert found.shape == logits.shape and torch.equal(logits, before)
+        assert (found[logits < hardneg.FAR] < hardneg.FAR).all()
+        for row in range(a):
+            alone = hardneg.by_rule(logits[[row]], logits[[row]], 0.0, 1.0, options)
+            close(alone.clamp_min(-99), found[[row]].clamp_min(-99), 1e-12)
 
     def test_an_option_is_one_entry(self):
         """Its sentences are in the help, its default is allowed, and it is used by a row."""
@@ -1977,6 +2086,11 @@ class TestGather:
             with pytest.raises(RuntimeError, match="A loss over ranks cannot be differentiated"):
                 torch.autograd.grad(loss, x, create_graph=True)
             monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
+            with pytest.raises(
+                hardneg.InvalidArgument, match=r"views differ.*\[3, 4, 5\].*\[2, 3, 4\]"
+            ):
+                contrastive_loss(x, x, group=group)
+            monkeypatch.setattr(hardneg, "_check_ranks", lambda *_: None)
             with pytest.raises(hardneg.InvalidArgument, match="^negatives differs between ranks"):
                 contrastive_loss(x, x, negatives=x, group=group)
         finally:
