@@ -1011,6 +1011,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # The logits of a large batch do not fit into memory, so `answer` gets blocks of anchors. A loss
 # calls it as often as its path needs. So `answer`, and all that it calls, must neither keep state
 # nor communicate between ranks nor draw random numbers.
+#     _evaluate    calls `answer` for the whole batch, or goes to the next
+#     _in_blocks   chooses how the gradient of blocks is found, and attaches it by `_InBlocks`
+#     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
 
 
 def _evaluate(anchors, shared, group, options):
