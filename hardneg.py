@@ -7,7 +7,7 @@ away. The other samples are called negatives. Which negatives push, and how stro
 pushes, decides how well the encoder learns. Every loss of this file answers three questions:
 
     1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given rows
-    2. How much does each one count?  weights w: as if near candidates were drawn more often
+    2. How much does each one count?  weights w: a weight of 2 counts a candidate twice
     3. What is done with them?        objective: nce, each, ppcl, decoupled, simple, triplet
 
 You can combine any weights with any objective. Large batches need little memory. With two views of
@@ -19,7 +19,8 @@ Symbols
     a           the anchors of a block; large batches are worked on in blocks
     M           positives of an anchor: the V − 1 other views, or P named rows; labels add N columns
     N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked; formulas write N
+    N_i         candidates of anchor i: the columns that are not masked; formulas of one anchor
+                write N for it
     z           embedding, a unit row; f(x) in [1, 2, 4], v in [3]
     t           temperature, which divides cosines; t in [1], τ in [3, 4]
     s_ij, p_im  logits: the cosine of anchor i and candidate j, or its m-th positive, over t
@@ -90,7 +91,7 @@ PRESETS = {  # loss: weights, objective, τ⁺; a τ⁺ of None is 1 / (N_i + 1)
 # Use them as in ContrastiveLoss("hcl", **PAPERS["hcl"]).
 PAPERS = {
     "simclr": {"temperature": 0.5},  # [6] App. B.9
-    "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, as the next
+    "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, also for hcl
     "hcl": {"temperature": 0.5, "tau_plus": 0.1, "beta": 1.0},
     "ot": {"temperature": 0.5, "epsilon": 0.5},  # [2] Table II; its temperature is that of [1]
     "hard": {"temperature": 1.0, "alpha": 0.0819},  # [4] Table 1: 4095 of 49 999
@@ -127,8 +128,8 @@ class Options(TypedDict, total=False):
         float | Tensor,
         0.1,
         [1e-6, 1e6],
-        """The temperature t, which divides cosines. A tensor of one entry that requires a gradient
-        is learned.""",
+        """The temperature t, which divides cosines. A tensor of one entry gets its gradient. In a
+        ContrastiveLoss give an nn.Parameter to learn it.""",
     ]
     tau_plus: Annotated[
         float | None,
@@ -150,8 +151,8 @@ class Options(TypedDict, total=False):
         str,
         "sqeuclidean",
         COSTS,
-        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. The κ of [2] multiplies
-        the second by e^{−κ}, which is the same as an ε of e^κ · epsilon, so there is no κ.""",
+        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. There is no κ
+        here. To have the κ of [2], multiply epsilon by e^κ.""",
     ]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
@@ -186,8 +187,9 @@ class Options(TypedDict, total=False):
         Literal["mean", "sum", "none"],
         "mean",
         ("mean", "sum", "none"),
-        """The mean or the sum of the losses of all anchors of all ranks, or with "none" a loss for
-        each anchor of this rank. For DistributedDataParallel take the mean of those.""",
+        """The mean or the sum of the losses of all anchors of all ranks. With "none" it is a loss
+        for each anchor of this rank. An anchor without a positive has 0 there, and "mean" leaves it
+        out.""",
     ]
     block_size: Annotated[
         int | None,
@@ -196,8 +198,8 @@ class Options(TypedDict, total=False):
         """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
         2^23, is computed in one go. Larger batches are cut into blocks, so that memory grows with
         A + N instead of A·N. 0 turns blocks off. Blocks change a result by rounding only. In blocks
-        a mean or a sum has no second derivative, and nothing has forward-mode derivatives. If a
-        function of yours learns parameters, all anchors are computed in one go.""",
+        a loss has neither second derivatives nor forward-mode ones. If a function of yours has
+        parameters that learn, all anchors are computed in one go.""",
     ]
 
 
@@ -233,6 +235,7 @@ def contrastive_loss(
 ):
     """Compute any of the losses on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
+    If tau_plus is above 0, debiasing subtracts the false negatives that are to be expected.
 
     views           (B, D) each. Row i shows sample i. Every row is an anchor, in the order of
                     torch.cat(views). Its positives are the rows of its sample in the other views.
@@ -247,9 +250,10 @@ def contrastive_loss(
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
     log_weights     (A, N) or (N,), above −1e20. They are added to the log weights of the rule, and
-                    get no gradient. They can be scores of a teacher. If K candidates are drawn with
-                    replacement, j with probability q_j, −log(K q_j) corrects for it. If the
-                    positive i is drawn in the same way, use log q_i − log q_j.
+                    get no gradient. They can be scores of a teacher. They can also correct for
+                    drawn candidates. If K candidates were drawn with replacement, and q_j is the
+                    probability of candidate j, pass −log(K q_j). If the positive of anchor i was
+                    drawn with probability q_i in the same way, pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -258,10 +262,10 @@ def contrastive_loss(
                     Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
                     all ranks, see `gather`. All ranks have to call with the same shapes.
                     DistributedDataParallel has to average the gradients, also those of parameters
-                    of the loss. Without it they are too large, by the number of ranks.
+                    of the loss. Without DDP, divide the gradients by the number of ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors for which debiasing leaves no more than its
-                    floor. "positive" and "negative" are mean cosines. "spread" is the root of the
+                    "clamped" is the share of anchors that debiasing has brought to its floor.
+                    "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
                     A figure is NaN if there is nothing to average.
@@ -337,7 +341,7 @@ class ContrastiveLoss(nn.Module):
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        self.options = resolve(self.given)  # for readers only, since a call may override options
+        self.options = resolve(self.given)  # to look at; a call does not use it
         may_learn = nn.Parameter, nn.Module
         self.learned = [name for name, x in self.given.items() if isinstance(x, may_learn)]
         for name in self.learned:
@@ -354,8 +358,8 @@ class ContrastiveLoss(nn.Module):
 # by name. They can be
 #     logits      those to weigh: of candidates, or of positives when they are debiased
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   the g (N,) of the coupling; a rule that takes it is coupled before it is used.
-#                 It must be added last, and is 0 for positives, which have no column
+#     potential   the g (N,) of the coupling. If a rule has this parameter, Sinkhorn runs before
+#                 the rule. Add it to the log weights. It is 0 for positives, which have no column
 #     t           the temperature
 #     and any option by its name.
 # A rule must give each anchor the weights that follow from its own row alone. Masked logits are
@@ -475,8 +479,8 @@ def by_rule(logits, candidates, potential, t, options):
 
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
-    weights (a, M) of positives. A positive is weighed as a candidate of its logit would be, without
-    a potential."""
+    weights (a, M) of positives. A positive gets the weight of a candidate with the same logit,
+    without a potential."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled":
         log_w = torch.log_softmax(log_w, -1) + n.log().clamp_min(MASKED)[:, None]
@@ -545,9 +549,10 @@ def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
 
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
-    It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. Take one
-    positive, weights of mean 1, and a floor that does not hold. Then this at τ⁺ = 0, plus
-    log(1 + 1/N), is `nce` at τ⁺ = 1/(N + 1). Ref: [12] Eq. 6"""
+    It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
+    positive, weights of mean 1, and where the floor of debiasing does not hold,
+        decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
+    Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
@@ -599,9 +604,10 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the false negatives that are expected, and return the log of what is left.
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
-    log_mean (a,) is log E and log_mean_pos (a,) is log E⁺ → (a,), and where the floor holds (a,).
-    The floor is the e^s of the cosine −1, and no mean can be below it. There the result has a
-    gradient in t alone. Ref: [1] Eq. 2. The floor of Fig. 5 is that of a sum, without its N."""
+    log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). It returns the
+    log of what is left (a,), and a boolean tensor (a,) that is True where the floor holds. The
+    floor is the e^s of the cosine −1, and no mean can be below it. There the result has a gradient
+    in t alone. Ref: [1] Eq. 2. The floor of Fig. 5 is that of a sum, without its N."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)  # any finite number below 0
@@ -612,11 +618,12 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 
 def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
-    """Debias log_negatives, given the log of the sum of weights → (a,), and where it is clamped."""
+    """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. It returns the
+    result (a,), and a boolean tensor (a,) that is True where the floor of `published` holds."""
     log_mean_pos = pos[:, 0]  # log E⁺
     if log_w_pos is not None:
-        # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So those
-        # that are present share the weight equally if `top` drops them all.
+        # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So if
+        # `top` drops every positive, those that are present share the weight equally.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
@@ -629,15 +636,24 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
+# For two views of three samples, a1 a2 a3 and b1 b2 b3, the logits of a batch are this matrix. A
+# row is an anchor and a column is a candidate. The columns of the anchor's own sample are masked
+# (−), as they are in `own`. The logit of its positive is kept apart, in `pos`.
+#              a1  a2  a3  b1  b2  b3     pos
+#         a1   −   s   s   −   s   s      a1·b1
+#         a2   s   −   s   s   −   s      a2·b2
+#         …
+#         b3   s   s   −   s   s   −      b3·a3
+# If `negatives` are given, they are the columns, and the rows are a1 a2 a3.
 
 
 class _Anchors(NamedTuple):
     """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
     A new tensor with a row for each anchor belongs here, and `_line_up` fills it."""
 
-    z: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
+    scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views
-    own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1
+    own: Tensor  # (A, any number), columns of the anchor's own sample, or −1 for none
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -648,7 +664,7 @@ class _Anchors(NamedTuple):
 
     def blocks(self, size):
         """Cut into blocks of `size` anchors."""
-        return [self.of(slice(i, i + size)) for i in range(0, len(self.z), size)]
+        return [self.of(slice(i, i + size)) for i in range(0, len(self.scaled), size)]
 
 
 class _Shared(NamedTuple):
@@ -674,12 +690,13 @@ def _line_up(options, views, given):
     t = t.to(z).view(()) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs 32 bits
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
-    # first view alone has anchors, and no candidate shows an anchor's sample unless it is named.
+    # first view alone has anchors. Then no candidate shows the anchor's own sample, unless
+    # positive_index names it.
     in_batch = negatives is None
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
         positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
-        # anchor i + k·B has the columns i, i + B, i + 2·B, … of its sample, from this rank's first
+        # all views of sample i stand in columns i, i + B, i + 2·B, … from the first of this rank
         first = 0 if group is None else distributed.get_rank(group) * len(z)
         columns = torch.arange(first, first + len(z), device=z.device)
         own = columns.view(v, b).T.expand(v, b, v).reshape(-1, v)  # (A, V)
@@ -731,9 +748,9 @@ def who(anchors, shared, options):
     """Answer question 1: logits of positives (a, M) and of candidates (a, N), MASKED if they do not
     count, and whether more is masked than the columns `own`."""
     if anchors.negatives is None:
-        neg = anchors.z @ shared.candidates.T  # (a, N)
+        neg = anchors.scaled @ shared.candidates.T  # (a, N)
     else:
-        neg = torch.einsum("ad,and->an", anchors.z, anchors.negatives)
+        neg = torch.einsum("ad,and->an", anchors.scaled, anchors.negatives)
     pos = anchors.pos
     if shared.positives_by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
@@ -742,17 +759,17 @@ def who(anchors, shared, options):
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
         _drop_(of_label, anchors.own)
-        pos = torch.cat([pos, of_label], 1)  # (a, M + N)
+        pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
     return pos, neg, _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
 
 
 @torch.no_grad()
 def _mask_(neg, pos, anchors, shared, options):
     """Mask the logits (a, N) of what is no negative, in place → whether it masks more than `own`.
-    Autograd does not see the change, for which there are two rules. No operation before this may
-    have saved neg for its backward pass, as neg.square() would. Whatever comes after this must have
-    no gradient at masked logits. A softmax has none, and other functions have to fill them first.
-    """
+    Autograd does not see this change. It is safe under two rules. First, no operation before this
+    may have saved neg for its backward pass, as neg.square() would. Second, whatever comes after
+    this must have no gradient at masked logits. A softmax has none, and other functions have to
+    fill them first."""
     # To add an option that masks, mask here and set more. If it can mask i for j but not j for i,
     # name it in `symmetric` of `_couple`, too.
     more = False
@@ -819,6 +836,13 @@ def _statistics(anchors, shared, options):
 
 
 # ---- 5. Transport: the coupling that gives each candidate the same total weight ----------------
+# Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn, until all rows have one
+# sum and all columns have one. On a small matrix it would be
+#     for _ in range(steps):
+#         f = -torch.logsumexp(log_kernel + g, 1)                   # now rows sum to 1
+#         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
+#     plan = torch.exp(f[:, None] + log_kernel + g) / A
+# Here the matrix comes in blocks of rows, so that a large one need not be stored.
 
 
 def sinkhorn(
@@ -828,48 +852,49 @@ def sinkhorn(
     max_steps: int = 2000,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    Each step calls log_kernel(), which gives −C/ε (A, N) in blocks of rows, and MASKED where i and
-    j must not be coupled → f (A,), g (N,), error. A gradient stores 2·A·N numbers for each step.
+    log_kernel is a function. Each step calls it, and it returns the blocks of rows of −C/ε (A, N),
+    as a list, say. They are MASKED where i and j must not be coupled. → f (A,), g (N,), error. A
+    gradient stores 2·A·N numbers for each step.
 
-    A step sets f_i = −log Σ_j e^{log_kernel_ij + g_j}, so that each row of P sums to 1. Then it
-    sets g, so that each column sums to A/N. At the end all is divided by A. A and N leave out rows
-    and columns that are all masked. It stops at an error Σ_i |Σ_j P_ij − 1/A| of `tolerance`, which
-    is 1e-5, in float64 1e-12. After max_steps it stops with a warning.
+    A and N leave out rows and columns that are all masked. Sinkhorn stops when the error
+    Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is 1e-5, and 1e-12 in float64.
+    After max_steps it stops with a warning.
 
     If the kernel is its own transpose, say `symmetric`. Then each step ends with the mean
     f = g = (f + g) / 2 [10], and fewer steps are needed. For other kernels that does not converge.
 
-    Rate: a step multiplies the error by up to μ², where μ is the second singular value of √(AN) P.
-    It is near 1 where rows cluster. A symmetric step multiplies the part along each eigenvector of
-    A·P by (μ² − μ)/2, with μ its eigenvalue. That is at most 1/8 for μ ≥ −0.2. If the marginals
-    force some P_ij that is not masked to 0, it may take 1/error steps. Ref: [2] Eq. 5"""
+    It is slow where rows form tight clusters. A step multiplies the error by up to μ², where μ is
+    the second singular value of √(AN) P. A symmetric step multiplies it by at most 1/8, unless A·P
+    has an eigenvalue below −0.2. It is slowest, 1/error steps, if no coupling can use all entries
+    that are not masked. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
-        row_sums, column_sums = _log_sums(log_kernel(), g)
-        n_rows = (row_sums > FAR).sum().clamp_min(1).to(row_sums.dtype)
-        n_columns = (column_sums > FAR).sum().clamp_min(1)
-        if step > 0:  # f and g are of the step before, so e^{f + row_sums} should be 1
-            off = torch.expm1(f + row_sums).masked_fill(row_sums < FAR, 0)
+        log_rows, log_columns = _log_sums(log_kernel(), g)
+        n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
+        n_columns = (log_columns > FAR).sum().clamp_min(1)
+        if step > 0:  # f and g are of the step before, so e^{f + log_rows} should be 1
+            off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -_zero_if_masked(row_sums)  # the f by which `_log_sums` weighed columns
-        g = (n_rows / n_columns).log() - _zero_if_masked(column_sums)
+        f = -_zero_if_masked(log_rows)  # the f by which `_log_sums` weighed columns
+        g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
             f = g = (f + g) / 2
     return f - n_rows.log(), g, error
 
 
 def _log_sums(blocks, g):
-    """Compute log-sums of rows (A,), given g, and of columns (N,), given f = −those of the rows."""
-    row_sums, column_sums = [], None
+    """Compute the log-sums of rows (A,) with g. With f, which is minus these, compute the log-sums
+    of columns (N,)."""
+    log_rows, log_columns = [], None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
-        row_sums.append(sums)
+        log_rows.append(sums)
         sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
-        column_sums = sums if column_sums is None else torch.logaddexp(column_sums, sums)
-    return torch.cat(row_sums), column_sums
+        log_columns = sums if log_columns is None else torch.logaddexp(log_columns, sums)
+    return torch.cat(log_rows), log_columns
 
 
 def _zero_if_masked(x):
@@ -905,7 +930,7 @@ def _couple(anchors, shared, group, options):
     blocks = anchors.blocks(max(1, 2**20 // shared.n))  # 4 MB each, which fit into a cache
     kernel = functools.partial(map, kernel_of, blocks)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
-        if torch.is_grad_enabled() or len(anchors.z) * shared.n <= 2**24:  # 64 MB in all
+        if torch.is_grad_enabled() or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
             stored = list(kernel())
             return sinkhorn(lambda: stored, symmetric)[1]
         return sinkhorn(kernel, symmetric)[1]  # computed anew in each step
@@ -936,7 +961,7 @@ def mine(
     labels          (N,). Documents with the label of one that answers the query are not taken.
     absolute_margin, relative_margin   as in `contrastive_loss`, measured from the nearest document
                     that answers the query
-    skip            leave out so many of the nearest documents that are left
+    skip            pass over so many of the nearest documents, answers not counted
     scores          also return the cosines (n, k), −∞ for none
     normalize       compare by cosines. With False it compares by inner products, which scores
                     then are, too.
@@ -949,7 +974,7 @@ def mine(
     _check_number("skip", skip, 0)
     if positives is None:
         if n > size:
-            raise InvalidArgument(f"documents has {size} rows for {n} queries. Name positives=.")
+            raise InvalidArgument(f"documents has {size} rows for {n} queries. Give positives=.")
         positives = torch.arange(n, device=device)
     _check_tensor("positives", positives, "whole", (n,), (n, "P"))
     _check_rows("positives", positives, size)
@@ -990,8 +1015,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     """Draw k distinct negatives for each anchor. Each draw takes one of those that are left, j with
     a probability proportional to w_ij.
     log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
-    With log_w = tilted(logits, β) it prefers hard negatives. Mask an anchor's own rows by −1e30,
-    and then use a loss with uniform weights. A row with fewer than k negatives is an error."""
+    With log_w = tilted(logits, β) it prefers hard negatives. First set the logits of an anchor's
+    own rows to −1e30. Then use a loss with uniform weights. A row with fewer than k negatives is
+    an error."""
     _check_tensor("log_w", log_w, "floating", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -1008,7 +1034,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
-# The logits of a large batch do not fit into memory, so `answer` gets blocks of anchors. A loss
+# The logits of a large batch do not fit into memory, so they are computed for a block of anchors at
+# a time. While the matrix of a block is there, its gradient is computed as well, and added to the
+# gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
+# of the loss, it gets what was kept. If every anchor has a loss of its own ("none"), it is not
+# known yet how these will be weighed, so the backward pass computes the blocks again. A loss
 # calls it as often as its path needs. So `answer`, and all that it calls, must neither keep state
 # nor communicate between ranks nor draw random numbers.
 #     _evaluate    calls `answer` for the whole batch, or goes to the next
@@ -1025,10 +1055,10 @@ def _evaluate(anchors, shared, group, options):
     else:
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(lacking):
-        _warn_of(lacking.tolist(), len(anchors.z), options)
+        _warn_of(lacking.tolist(), len(anchors.scaled), options)
     if options["reduction"] == "none":
         return value
-    value, count = value.sum(), len(anchors.z) - lacking[0]  # of anchors with a positive
+    value, count = value.sum(), len(anchors.scaled) - lacking[0]  # of anchors with a positive
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1038,7 +1068,7 @@ def _evaluate(anchors, shared, group, options):
 
 def _warn_of(lacking, a, options):
     """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
-    With the default τ⁺ the floor holds for anchors that have learned, which is no mistake."""
+    With the default τ⁺ well-trained anchors reach the floor, which is no mistake."""
     no_positive, no_candidate, clamped = lacking
     if no_positive == a:
         _warn(f"None of {a} anchors has a positive. Check labels and positive_index.")
@@ -1052,8 +1082,8 @@ def _block_size(anchors, shared, options):
     """Choose the number of anchors in a block. 0 takes all at once."""
     if options["block_size"] is not None:
         return options["block_size"]
-    at_once = 2**18 if anchors.z.device.type == "cpu" else 2**23
-    if len(anchors.z) * shared.n <= at_once:
+    at_once = 2**18 if anchors.scaled.device.type == "cpu" else 2**23
+    if len(anchors.scaled) * shared.n <= at_once:
         return 0
     return max(64, 4 * at_once // shared.n)  # 4 MB in float32 fit into a CPU's cache
 
@@ -1066,9 +1096,9 @@ def _in_blocks(anchors, shared, options, size):
         return answer(anchors, shared, options)[:2]
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
-    ones = torch.ones_like(anchors.z[:, 0])
+    ones = torch.ones_like(anchors.scaled[:, 0])
     found = run(ones if summed and torch.is_grad_enabled() else None)
-    if found is None:  # what a function of the user's learns is left to torch, in one block
+    if found is None:  # a function of the user's has parameters, so autograd does it all
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
     inputs = _learned(anchors + shared)
@@ -1081,8 +1111,8 @@ def _in_blocks(anchors, shared, options, size):
 def _run_blocks(anchors, shared, options, size, grad_losses):
     """Compute losses (A,), what they lack, and the gradient of grad_losses · losses, by blocks.
     None if a function of the user's learns something, whose gradient this would not see."""
-    # one tensor for all blocks, as small ones of each would split the memory that blocks reuse
-    losses, lacking = torch.empty_like(anchors.z[:, 0]), 0
+    # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
+    losses, lacking = torch.empty_like(anchors.scaled[:, 0]), 0
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
     # a backward pass may run this under the caller's autocast
     off = torch.autocast(losses.device.type, enabled=False)
@@ -1154,8 +1184,8 @@ def _uncompiled(function, *arguments):
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks. The parts of all ranks give their gradients to a rank's rows, by `gather`.
-    DDP then divides the sum by the number of ranks, so each part has its gradient times it."""
+    """Sum over ranks. A rank's rows get the gradients of the parts of all ranks, by `gather`. DDP
+    then divides them by the number of ranks, so each part is multiplied by that number here."""
     totals = torch.stack([value.detach(), count])
     distributed.all_reduce(totals, group=group)
     part = distributed.get_world_size(group) * value
@@ -1163,8 +1193,9 @@ def _over_ranks(value, count, group):
 
 
 class _Gather(torch.autograd.Function):
-    """Its backward pass communicates. So all ranks have to gather the same tensors in the same
-    order, with a gradient on all ranks or on none, whatever their data are."""
+    """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
+    As the backward pass communicates, all ranks have to gather the same tensors in the same
+    order. A tensor needs a gradient on all ranks or on none."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1199,8 +1230,8 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 or float64.
-    A zero row stays 0, and its gradient passes unchanged. Squares of entries must not overflow, and
-    must not all vanish."""
+    A zero row stays 0, and its gradient passes unchanged. The squares of entries must not overflow.
+    Those of a row that is not 0 must not all underflow."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / norm.masked_fill(norm == 0, 1)
@@ -1309,8 +1340,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 
 
 def resolve(given):
-    """Check the options of a call, and fill in those that are left open. Then add what follows from
-    them, which is the functions of the rule and of the objective, and the facts of their rows."""
+    """Check the options of a call, and fill in those that are left open. Then add both entries of
+    the rows of WEIGHTS and OBJECTIVES that they choose."""
     loss = given.get("loss", DEFAULTS["loss"])
     _check_option("loss", loss)
     of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[loss], strict=True)
@@ -1354,7 +1385,7 @@ def _check_option(name, value):
 
 
 def _check_number(name, value, low, high=10**18):
-    """Check a number in [low, high], which has to be whole if high is."""
+    """Check a number in [low, high]. It has to be whole if high is an int."""
     kind = numbers.Integral if isinstance(high, int) else numbers.Real
     if not (isinstance(value, kind) and low <= value <= high):
         # only here, as compiled code has no repr of a number that varies
@@ -1362,17 +1393,17 @@ def _check_number(name, value, low, high=10**18):
 
 
 def _check_call(options, views, given):
-    """Check the arguments of a call beside each other."""
+    """Check that the arguments of a call fit together."""
     negatives, positive_index, labels, mask, log_weights, group = given
     named = labels is not None or positive_index is not None
     if len(views) < 2 and not (views and named):
         raise InvalidArgument(
-            f"views has {len(views)} of them. Give two or more (B, D), or one with labels=, or one "
+            f"views is {len(views)} tensors. Give two or more (B, D), or one with labels=, or one "
             "with negatives= and positive_index=."
         )
     shape = "B", "D"
     for i, view in enumerate(views):
-        hint = " of one shape; labels go in labels="
+        hint = "; labels go in labels="
         _check_tensor(f"views[{i}]", view, "floating", shape, hint=hint)
         shape = view.shape
     is_group = group is None or isinstance(group, distributed.ProcessGroup)
@@ -1391,7 +1422,7 @@ def _check_call(options, views, given):
         unnamed = positive_index is None and mask is None and labels is None
         if len(views) > 1 and unnamed and _may_read(negatives):
             if (negatives == views[1][0]).all(-1).any():
-                _warn("negatives has rows of views[1], too. Name them in positive_index=.")
+                _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     if labels is not None:
         _check_tensor(
             "labels", labels, None, (b + k,), hint=f" for {b} samples and {k} rows of negatives"

@@ -61,7 +61,7 @@ def product_coupling(allowed):
     return oracle.sinkhorn(np.where(allowed, 0.0, -np.inf))[0]
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|Debiasing|None of|negatives has")
+pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|Debiasing|None of|The first row")
 INF = math.inf
 
 
