@@ -355,7 +355,7 @@ class TestCommands:
             for of_encoders in program.OF_ENCODERS:
                 monkeypatch.setitem(program.OF_ENCODERS, of_encoders, lambda *_: pictures.Figure())
             monkeypatch.setattr(program, "sample", lambda folder: (0, 0))
-        if name in ("studies", "code_search", "minimal_pairs", "speed"):
+        if name in ("studies", "code_search", "minimal_pairs", "speed", "sentences"):
             words.append("--show")
         if command in MEASURED:
             words.remove("--show")
