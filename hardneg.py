@@ -2030,13 +2030,11 @@ class DiffHard(SimCLR):
         return self.game.imitate(real, generator, read)  # Eq. 5
 
 
-def _slices(n, size):
-    return [slice(start, start + size) for start in range(0, n, size)]
-
-
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
-    """Save memory by embedding `micro_batch` samples at a time → a function in the encoder's place.
-    Call it with tensors, dicts of tensors and keywords, whose rows are samples. The backward pass
+    """Save memory by embedding about `micro_batch` samples at a time → a function in the encoder's
+    place. Call it with tensors, dicts of tensors and keywords, whose rows are samples. The samples
+    are split evenly, so that BatchNorm gets no part of one sample. With a micro_batch of 2 an odd
+    batch has a part of three for that reason. With 1 every part is one sample. The backward pass
     embeds the samples again, with the same randomness. The gradient is exact. But BatchNorm in
     training mode normalises each micro-batch by itself, and updates its statistics twice. If you
     use DistributedDataParallel, call this function inside the module that you wrap. Ref: [11]"""
@@ -2050,9 +2048,14 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
         if len(sizes) != 1:
             found = f"{sorted(sizes)} rows" if sizes else "no tensors"
             raise InvalidArgument(f"All inputs must have equally many rows. They have {found}.")
+        n = sizes.pop()
+        count = max(1, min(math.ceil(n / micro_batch), n // min(micro_batch, 2)))
+        columns = []  # for each input its parts
+        for x in leaves:
+            has_rows = torch.is_tensor(x) and x.ndim > 0
+            columns.append(x.tensor_split(count) if has_rows else [x] * count)
         parts = []
-        for rows in _slices(sizes.pop(), micro_batch):
-            some = [x[rows] if torch.is_tensor(x) and x.ndim > 0 else x for x in leaves]
+        for some in zip(*columns, strict=True):
             few, more = tree_unflatten(some, structure)
             parts.append(checkpoint(encoder, *few, use_reentrant=False, **more))
         return tree_map(lambda *x: torch.cat(x) if torch.is_tensor(x[0]) else x[0], *parts)
