@@ -2053,6 +2053,9 @@ class TestViews:
         assert abs(np.corrcoef(place.T)[0, 1]) < 0.2
         _, _, ratio = cut(area=(0.05, 0.05), ratio=(1 / 4, 4))
         assert abs(ratio.log().mean()) < 0.2  # even on a logarithmic scale
+        for long in (1 / 4, 4):  # a crop never leaves the image, where coordinates are mirrored
+            seen, _, _ = cut(area=(0.5, 1.0), ratio=(long, long))
+            assert seen[:, 0].diff(dim=2).min() > 0 and seen[:, 1].diff(dim=1).min() > 0
 
     @pytest.mark.parametrize("option", ["flip", "gray", "jitter", "blur"])
     def test_probabilities(self, option):
