@@ -1654,14 +1654,27 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     """Move the parameters and buffers θ' of a follower towards those of a leader, θ.
         θ' ← m θ' + (1 − m) θ
 
-    momentum is m, in [0, 1]. Both networks have the same layers. Buffers of whole numbers, such as
+    momentum is m, in [0, 1]. Both networks have the same layers. Either may be of another dtype, on
+    another device, or wrapped by torch.compile, DataParallel or DistributedDataParallel. Keep the
+    follower in float32, because small steps vanish in 16 bits. Buffers of whole numbers, such as
     the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
-    leaders = leader.state_dict()
-    for name, value in follower.state_dict().items():
+    leaders = _unwrapped(leader).state_dict()
+    followers = _unwrapped(follower).state_dict(keep_vars=True)
+    # layers can share a tensor, which must move once
+    for value, name in dict(map(reversed, followers.items())).items():
+        fits = name in leaders and leaders[name].shape == value.shape
+        _require(fits, "leader", "another network", f"one with {name}, of the follower's shape")
         if value.is_floating_point():
-            value.lerp_(leaders[name], 1 - momentum)
+            value.lerp_(leaders[name].to(value), 1 - momentum)
         else:
             value.copy_(leaders[name])
+
+
+def _unwrapped(network):
+    """Return the network that torch.compile, or training on many devices, has wrapped."""
+    while type(network).__name__ in "DataParallel DistributedDataParallel OptimizedModule".split():
+        (network,) = network.children()
+    return network
 
 
 def _descend(loss, optimizer, name, read=False):
@@ -1679,12 +1692,14 @@ def _descend(loss, optimizer, name, read=False):
 @torch.no_grad()
 def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images are (n, 3, H, W), on any device. A copy of the encoder runs in eval mode. The results
-    have no gradient."""
-    encoder = copy.deepcopy(encoder).eval()
+    images are (n, 3, H, W), on any device. A copy of the encoder, without wrappers, runs in eval
+    mode. The results have no gradient."""
+    encoder = copy.deepcopy(_unwrapped(encoder)).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
-    parts = images.split(batch_size)
-    outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
+    outputs = [
+        encoder(_floats(part.to(weight.device)).to(weight.dtype))
+        for part in images.split(batch_size)
+    ]
     features, z = zip(*outputs, strict=True)
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
@@ -2001,9 +2016,7 @@ class DiffHard(SimCLR):
         real = _floats(images)
         is_turn = encoder is None or game.taken % game.every == 0
         ascends = is_turn and game.ascent and encoder is not None
-        self.turn = None
-        if is_turn:
-            self.turn = ascends, real, generator, return_stats  # for `after_step`
+        self.turn = is_turn and (ascends, real, generator, return_stats)  # for `after_step`
         if encoder is None:
             return None, {}
         game.taken += 1
@@ -2020,7 +2033,7 @@ class DiffHard(SimCLR):
         return loss, figures
 
     def after_step(self):
-        if self.turn is None:
+        if not self.turn:
             return None
         # Step 3. In its turn the game moves.
         ascends, real, generator, read = self.turn
@@ -2050,10 +2063,10 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
             raise InvalidArgument(f"All inputs must have equally many rows. They have {found}.")
         n = sizes.pop()
         count = max(1, min(math.ceil(n / micro_batch), n // min(micro_batch, 2)))
-        columns = []  # for each input its parts
-        for x in leaves:
-            has_rows = torch.is_tensor(x) and x.ndim > 0
-            columns.append(x.tensor_split(count) if has_rows else [x] * count)
+        columns = [  # for each input its parts
+            x.tensor_split(count) if torch.is_tensor(x) and x.ndim > 0 else [x] * count
+            for x in leaves
+        ]
         parts = []
         for some in zip(*columns, strict=True):
             few, more = tree_unflatten(some, structure)
@@ -2109,6 +2122,7 @@ OPTIMIZERS = {  # the second entry multiplies lr at a progress in [0, 1]
 class Training:
     """Train an Encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
 
+    encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
     images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
                    the CPU.
     method         A SimCLR, Bank or DiffHard, or a method of your own.
@@ -2149,7 +2163,10 @@ class Training:
         if unknown:
             known = ", ".join(RECIPES[recipe])
             raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
-        self.encoder = encoder.to(memory_format=torch.channels_last)
+        # a change of the weights' memory format would mix up the gradients that it averages
+        alone = not hasattr(encoder, "reducer")
+        _require(alone, "encoder", "wrapped by DistributedDataParallel", "without it, see above")
+        self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
         self.images, self.schedules = images, schedules or {}
@@ -2184,8 +2201,10 @@ class Training:
                 try:
                     figures = self._step(index, position)
                 except FloatingPointError as error:
-                    message = f"Training stopped at step {step} of {self.steps}. {error}"
-                    raise FloatingPointError(f"{message} A lower lr may help.") from error
+                    raise FloatingPointError(
+                        f"Training stopped at step {step} of {self.steps}. {error} "
+                        "A lower lr may help."
+                    ) from error
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 
@@ -2212,9 +2231,10 @@ class Training:
         # Each step has a seed of its own, so that a resumed run repeats the step.
         seed = self.seed * 10**9 + position
         generator = torch.Generator(self.device).manual_seed(seed)
-        asked = options | {"return_stats": read}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            loss, figures = self.method.step(encoder, images, index, generator, **asked)
+            loss, figures = self.method.step(
+                encoder, images, index, generator, return_stats=read, **options
+            )
             if encoder is not None:
                 _descend(loss, self.optimizer, "encoder", read)
                 figures = {"loss": loss.detach()} | figures | options
