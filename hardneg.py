@@ -1710,9 +1710,20 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
         log E e^{−t ‖x − y‖²}    over all pairs of different rows x, y, projected to the sphere
 
     A lower value means that the rows are spread more evenly. It is 0 if all rows are equal, and −4t
-    for two opposite rows. Time grows as n² D, memory as n²/2. Ref: [5]; [4] Eq. 10, negated"""
-    exponents = -t * F.pdist(unit(z)).square()
-    return exponents.logsumexp(0) - math.log(len(exponents))
+    for two opposite rows. Time grows as n² D. Large n are worked on in blocks, so that memory grows
+    as n D. Ref: [5]; [4] Eq. 10, negated"""
+    # Row i is its own positive, and all other rows are its candidates. So its loss is
+    # log Σ_j e^{2t cos_ij} − 2t = log Σ_j e^{−t ‖z_i − z_j‖²}.
+    n = len(z)
+    losses = contrastive_loss(
+        z,
+        objective="decoupled",
+        negatives=z,
+        positive_index=range(n),
+        temperature=0.5 / t,
+        reduction="none",
+    )
+    return losses.logsumexp(0) - math.log(n * (n - 1))
 
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder

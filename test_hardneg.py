@@ -2187,6 +2187,14 @@ class TestWrappers:
         else:
             all_close(*([figures["loss"] for figures in run] for run in runs), 0.03)
 
+    @given(**SEEDS, n=st.sampled_from([2, 3, 2000]), t=st.floats(0.5, 4))
+    def test_uniformity_is_that_of_all_pairs_but_takes_a_block_of_them(self, seed, n, t):
+        x = embeddings(seed, n, 3)
+        with Operations() as operations:
+            found = hardneg.uniformity(x, t)
+        close(found, (-t * F.pdist(hardneg.unit(x)).square()).exp().mean().log(), 1e-12)
+        assert operations.bytes <= 2**23
+
 
 # ---- Section 11: generators
 class TestGame:
