@@ -1731,14 +1731,27 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     """Move the parameters and buffers θ' of a follower towards those of a leader, θ.
         θ' ← m θ' + (1 − m) θ
 
-    momentum is m, in [0, 1]. Both networks have the same layers. Buffers of whole numbers, such as
+    momentum is m, in [0, 1]. Both networks have the same layers. Either may be of another dtype, on
+    another device, or wrapped by torch.compile, DataParallel or DistributedDataParallel. Keep the
+    follower in float32, because small steps vanish in 16 bits. Buffers of whole numbers, such as
     the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
-    leaders = leader.state_dict()
-    for name, value in follower.state_dict().items():
+    leaders = _unwrapped(leader).state_dict()
+    followers = _unwrapped(follower).state_dict(keep_vars=True)
+    # layers can share a tensor, which must move once
+    for value, name in dict(map(reversed, followers.items())).items():
+        fits = name in leaders and leaders[name].shape == value.shape
+        _require(fits, "leader", "another network", f"one with {name}, of the follower's shape")
         if value.is_floating_point():
-            value.lerp_(leaders[name], 1 - momentum)
+            value.lerp_(leaders[name].to(value), 1 - momentum)
         else:
             value.copy_(leaders[name])
+
+
+def _unwrapped(network):
+    """Return the network that torch.compile, or training on many devices, has wrapped."""
+    while type(network).__name__ in "DataParallel DistributedDataParallel OptimizedModule".split():
+        (network,) = network.children()
+    return network
 
 
 def _descend(loss, optimizer, name, read=False):
@@ -1756,12 +1769,14 @@ def _descend(loss, optimizer, name, read=False):
 @torch.no_grad()
 def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images are (n, 3, H, W), on any device. A copy of the encoder runs in eval mode. The results
-    have no gradient."""
-    encoder = copy.deepcopy(encoder).eval()
+    images are (n, 3, H, W), on any device. A copy of the encoder, without wrappers, runs in eval
+    mode. The results have no gradient."""
+    encoder = copy.deepcopy(_unwrapped(encoder)).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
-    parts = images.split(batch_size)
-    outputs = [encoder(_floats(part.to(weight.device)).to(weight.dtype)) for part in parts]
+    outputs = [
+        encoder(_floats(part.to(weight.device)).to(weight.dtype))
+        for part in images.split(batch_size)
+    ]
     features, z = zip(*outputs, strict=True)
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
@@ -1772,9 +1787,20 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
         log E e^{−t ‖x − y‖²}    over all pairs of different rows x, y, projected to the sphere
 
     A lower value means that the rows are spread more evenly. It is 0 if all rows are equal, and −4t
-    for two opposite rows. Time grows as n² D, memory as n²/2. Ref: [5]; [4] Eq. 10, negated"""
-    exponents = -t * F.pdist(unit(z)).square()
-    return exponents.logsumexp(0) - math.log(len(exponents))
+    for two opposite rows. Time grows as n² D. Large n are worked on in blocks, so that memory grows
+    as n D. Ref: [5]; [4] Eq. 10, negated"""
+    # Row i is its own positive, and all other rows are its candidates. So its loss is
+    # log Σ_j e^{2t cos_ij} − 2t = log Σ_j e^{−t ‖z_i − z_j‖²}.
+    n = len(z)
+    losses = contrastive_loss(
+        z,
+        objective="decoupled",
+        negatives=z,
+        positive_index=range(n),
+        temperature=0.5 / t,
+        reduction="none",
+    )
+    return losses.logsumexp(0) - math.log(n * (n - 1))
 
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
@@ -2078,9 +2104,7 @@ class DiffHard(SimCLR):
         real = _floats(images)
         is_turn = encoder is None or game.taken % game.every == 0
         ascends = is_turn and game.ascent and encoder is not None
-        self.turn = None
-        if is_turn:
-            self.turn = ascends, real, generator, return_stats  # for `after_step`
+        self.turn = is_turn and (ascends, real, generator, return_stats)  # for `after_step`
         if encoder is None:
             return None, {}
         game.taken += 1
@@ -2097,7 +2121,7 @@ class DiffHard(SimCLR):
         return loss, figures
 
     def after_step(self):
-        if self.turn is None:
+        if not self.turn:
             return None
         # Step 3. In its turn the game moves.
         ascends, real, generator, read = self.turn
@@ -2107,13 +2131,11 @@ class DiffHard(SimCLR):
         return self.game.imitate(real, generator, read)  # Eq. 5
 
 
-def _slices(n, size):
-    return [slice(start, start + size) for start in range(0, n, size)]
-
-
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
-    """Save memory by embedding `micro_batch` samples at a time → a function in the encoder's place.
-    Call it with tensors, dicts of tensors and keywords, whose rows are samples. The backward pass
+    """Save memory by embedding about `micro_batch` samples at a time → a function in the encoder's
+    place. Call it with tensors, dicts of tensors and keywords, whose rows are samples. The samples
+    are split evenly, so that BatchNorm gets no part of one sample. With a micro_batch of 2 an odd
+    batch has a part of three for that reason. With 1 every part is one sample. The backward pass
     embeds the samples again, with the same randomness. The gradient is exact. But BatchNorm in
     training mode normalises each micro-batch by itself, and updates its statistics twice. If you
     use DistributedDataParallel, call this function inside the module that you wrap. Ref: [11]"""
@@ -2127,9 +2149,14 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
         if len(sizes) != 1:
             found = f"{sorted(sizes)} rows" if sizes else "no tensors"
             raise InvalidArgument(f"All inputs must have equally many rows. They have {found}.")
+        n = sizes.pop()
+        count = max(1, min(math.ceil(n / micro_batch), n // min(micro_batch, 2)))
+        columns = [  # for each input its parts
+            x.tensor_split(count) if torch.is_tensor(x) and x.ndim > 0 else [x] * count
+            for x in leaves
+        ]
         parts = []
-        for rows in _slices(sizes.pop(), micro_batch):
-            some = [x[rows] if torch.is_tensor(x) and x.ndim > 0 else x for x in leaves]
+        for some in zip(*columns, strict=True):
             few, more = tree_unflatten(some, structure)
             parts.append(checkpoint(encoder, *few, use_reentrant=False, **more))
         return tree_map(lambda *x: torch.cat(x) if torch.is_tensor(x[0]) else x[0], *parts)
@@ -2183,6 +2210,7 @@ OPTIMIZERS = {  # the second entry multiplies lr at a progress in [0, 1]
 class Training:
     """Train an Encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
 
+    encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
     images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
                    the CPU.
     method         A SimCLR, Bank or DiffHard, or a method of your own.
@@ -2223,7 +2251,10 @@ class Training:
         if unknown:
             known = ", ".join(RECIPES[recipe])
             raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
-        self.encoder = encoder.to(memory_format=torch.channels_last)
+        # a change of the weights' memory format would mix up the gradients that it averages
+        alone = not hasattr(encoder, "reducer")
+        _require(alone, "encoder", "wrapped by DistributedDataParallel", "without it, see above")
+        self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
         self.images, self.schedules = images, schedules or {}
@@ -2258,8 +2289,10 @@ class Training:
                 try:
                     figures = self._step(index, position)
                 except FloatingPointError as error:
-                    message = f"Training stopped at step {step} of {self.steps}. {error}"
-                    raise FloatingPointError(f"{message} A lower lr may help.") from error
+                    raise FloatingPointError(
+                        f"Training stopped at step {step} of {self.steps}. {error} "
+                        "A lower lr may help."
+                    ) from error
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 
@@ -2286,9 +2319,10 @@ class Training:
         # Each step has a seed of its own, so that a resumed run repeats the step.
         seed = self.seed * 10**9 + position
         generator = torch.Generator(self.device).manual_seed(seed)
-        asked = options | {"return_stats": read}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            loss, figures = self.method.step(encoder, images, index, generator, **asked)
+            loss, figures = self.method.step(
+                encoder, images, index, generator, return_stats=read, **options
+            )
             if encoder is not None:
                 _descend(loss, self.optimizer, "encoder", read)
                 figures = {"loss": loss.detach()} | figures | options

@@ -518,10 +518,10 @@ def make(name, criterion, encoder, images, **options):
     return hardneg.SimCLR(criterion, **options)
 
 
-def begin(images, name="simclr", loss="simclr", init=0, method_options=None, **options):
+def begin(images, name="simclr", loss="simclr", init=0, method_options=None, wrap=None, **options):
     """Make a training that has not begun."""
     torch.manual_seed(init)
-    encoder = hardneg.Encoder(dim=16, size=images.shape[-1])
+    encoder = (wrap or nn.Module.float)(hardneg.Encoder(dim=16, size=images.shape[-1]))
     criterion = hardneg.ContrastiveLoss(loss, objective="ppcl" if name == "diffhard" else None)
     method = make(name, criterion, encoder, images, **method_options or {})
     usual = {"epochs": 2, "batch_size": 80, "lr": 3e-3, "bfloat16": False}
@@ -2167,6 +2167,9 @@ class TestViews:
         assert abs(np.corrcoef(place.T)[0, 1]) < 0.2
         _, _, ratio = cut(area=(0.05, 0.05), ratio=(1 / 4, 4))
         assert abs(ratio.log().mean()) < 0.2  # even on a logarithmic scale
+        for long in (1 / 4, 4):  # a crop never leaves the image, where coordinates are mirrored
+            seen, _, _ = cut(area=(0.5, 1.0), ratio=(long, long))
+            assert seen[:, 0].diff(dim=2).min() > 0 and seen[:, 1].diff(dim=1).min() > 0
 
     @pytest.mark.parametrize("option", ["flip", "gray", "jitter", "blur"])
     def test_probabilities(self, option):
@@ -2249,6 +2252,62 @@ class TestMemoryBank:
         for old, x, new in zip(*(state.values() for state in states), strict=True):
             mean = 0.9 * numpy(old) + 0.1 * numpy(new)
             close(x, mean if x.is_floating_point() else new, 1e-6)
+        for other in (nn.Linear(2, 3), nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3))):
+            with pytest.raises(hardneg.InvalidArgument, match=r"^leader is .* one with 0\.weight,"):
+                hardneg.follow(follower, other, 0.9)
+
+    def test_follow_moves_a_shared_tensor_once(self):
+        leader = nn.Sequential(*[nn.Linear(2, 2, bias=False)] * 2)
+        follower, wanted = copy.deepcopy(leader), 0.9 * leader[0].weight.detach()
+        nn.init.zeros_(leader[0].weight)
+        hardneg.follow(follower, leader, 0.9)
+        close(follower[0].weight, wanted, 1e-6)
+
+
+class TestWrappers:
+    """A wrapped encoder, or one of another dtype, gives what the plain one gives; uniformity."""
+
+    WRAPS = {"DP": nn.DataParallel, "DDP": nn.parallel.DistributedDataParallel}
+    WRAPS |= {"compile": partial(torch.compile, backend="eager"), "float64": nn.Module.double}
+    WRAPS |= {"float16": nn.Module.half, "bfloat16": nn.Module.bfloat16}
+    WRAPS["both"] = lambda net: nn.DataParallel(torch.compile(net, backend="eager"))
+
+    @pytest.fixture(params=WRAPS)
+    def wrap(self, request):
+        meeting = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=meeting, rank=0, world_size=1)
+        yield self.WRAPS[request.param]
+        torch.distributed.destroy_process_group()
+
+    def test_values(self, wrap):
+        plain, other = (hardneg.Encoder(dim=8, size=16) for _ in range(2))
+        wrapped = wrap(copy.deepcopy(plain)).eval()
+        x = (IMAGES[:9] / 255).to(next(wrapped.parameters()).dtype)
+        tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(x.dtype, 1e-5)
+        all_close(hardneg.embed(wrapped, IMAGES[:9]), hardneg.embed(plain, IMAGES[:9]), tolerance)
+        all_close(hardneg.in_micro_batches(wrapped, 4)(x), wrapped(x), tolerance)
+        for follower, leader in ((copy.deepcopy(other), wrapped), (wrapped, other)):
+            old, new = weights_of(follower), weights_of(leader)
+            hardneg.follow(follower, leader, 0.9)
+            wanted = [0.9 * x.double() + 0.1 * y for x, y in zip(old, new, strict=True)]
+            all_close(weights_of(follower), wanted, tolerance)
+
+    @pytest.mark.parametrize("name", ["simclr", "bank"])
+    def test_training(self, wrap, name):
+        runs = (begin(IMAGES[:40], name, wrap=of, micro_batch=30) for of in (None, wrap))
+        if wrap is nn.parallel.DistributedDataParallel:
+            with pytest.raises(hardneg.InvalidArgument, match="^encoder is wrapped by Distributed"):
+                list(runs)
+        else:
+            all_close(*([figures["loss"] for figures in run] for run in runs), 0.03)
+
+    @given(**SEEDS, n=st.sampled_from([2, 3, 2000]), t=st.floats(0.5, 4))
+    def test_uniformity_is_that_of_all_pairs_but_takes_a_block_of_them(self, seed, n, t):
+        x = embeddings(seed, n, 3)
+        with Operations() as operations:
+            found = hardneg.uniformity(x, t)
+        close(found, (-t * F.pdist(hardneg.unit(x)).square()).exp().mean().log(), 1e-12)
+        assert operations.bytes <= 2**23
 
 
 # ---- Section 11: generators
@@ -2419,6 +2478,15 @@ class TestMicroBatches:
         all_close(*reversed(found), 1e-10, floor=1e-6)
         assert max(network.seen) <= size
 
+    def test_parts_are_of_nearly_one_size(self):
+        """BatchNorm cannot take one sample, so a part has one only where it must."""
+        for n, size in itertools.product(range(1, 16), range(1, 8)):
+            x, take = torch.arange(n)[:, None], Mock(side_effect=lambda part: part)
+            assert torch.equal(hardneg.in_micro_batches(take, size)(x), x)
+            sizes = sorted(len(call.args[0]) for call in take.call_args_list)
+            assert sizes[-1] - sizes[0] <= 1 and (sizes[0] > 1 or 1 in (size, n)), (n, size)
+            assert sizes[-1] <= size + (size == 2) * n % 2, (n, size)
+
     def test_randomness_is_replayed(self):
         network, x, found = Plain(nn.Dropout(0.5)), random_images(6, 8), []
 
@@ -2459,7 +2527,7 @@ class TestMicroBatches:
         training, sizes = begin(IMAGES, micro_batch=50), []
         backbone = training.encoder.backbone
         backbone.register_forward_pre_hook(lambda module, x: sizes.append(len(x[0])))
-        assert list(training) and max(sizes) == 50
+        assert list(training) and set(sizes) == {40}  # 2 × 80 views in parts of at most 50
         layer, x = nn.Linear(3, 2), torch.randn(5, 3)  # an encoder of embeddings alone
         close(hardneg.in_micro_batches(layer, 2)(x), layer(x), 1e-6)
 
