@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 import hardneg
-from training import baselines, compare, flag_of, report, require, runs
+from training import baselines, compare, flag_of, report, require, runs, shown
 from training.images import KNOWN, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
@@ -201,7 +201,7 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         results = runs.finished(options)
         if results is not None:
             report.print_table(results)
-            print(f"This run was finished before. --overwrite replaces {options.out}.")
+            print(f"This run was finished before. --overwrite replaces {shown(options.out)}.")
             return results
         images = images or read(options)
         settings = options.of_the_run()
@@ -213,12 +213,12 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         results |= {"seconds": round(state["seconds"], 1), "options": settings}
         results["history"] = state["history"]
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
+        results["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__}
+        runs.write_json(options.out / runs.RESULTS, results)  # it marks the end of the run
         report.print_table(results)
         if options.report:
             report.write_page(options, encoder, images, results)
-        results["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__}
-        runs.write_json(options.out / runs.RESULTS, results)  # last, as it marks the end of the run
-        print(f"The results are in {options.out}/.")
+        print(f"The results are in {shown(options.out)}/.")
         return results
 
 
@@ -289,7 +289,7 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command. A user's mistake ends it with one line and exit code 2."""
-    warnings.formatwarning = lambda message, *_, **__: f"{message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"{shown(message)}\n"
     try:
         act(parse(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -299,7 +299,7 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os._exit(141)
     except (hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
+        print(f"train.py: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -19,3 +19,13 @@ def flag_of(name: str, value: object = None) -> str:
     if value is False:
         name = f"no_{name}"
     return f"--{name.replace('_', '-')}"
+
+
+def shown(text: object) -> str:
+    """Write text, such as the name of a folder, without characters that steer a terminal."""
+    written = ""
+    for letter in str(text):
+        if not letter.isprintable():
+            letter = ascii(letter).strip("'")
+        written += letter
+    return written

@@ -7,6 +7,8 @@ import contextlib
 import functools
 import math
 import os
+import re
+import statistics
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator
@@ -14,18 +16,17 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from PIL import ImageOps
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision import datasets
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import functional as T
 from tqdm import tqdm
 
 from hardneg import InvalidArgument
-from training import require
+from training import require, shown
 
-BICUBIC = T.InterpolationMode.BICUBIC
 Drawn = namedtuple("Drawn", "images targets")  # the built-in shapes, which are decoded already
 # A row has a class of torchvision.datasets, and its arguments for training images and test images.
 TORCHVISION = {
@@ -39,6 +40,12 @@ TORCHVISION = {
 # "coloured" as in [4].
 VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
 VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
+ENDINGS = Image.registered_extensions()  # of names: the format
+# A folder is that of a split if its name has one of these words, in upper or lower case. If there
+# are several to test on, the first in this order is taken.
+TRAIN = ["train", "training"]
+TEST = ["test", "testing", "val", "valid", "validation", "dev"]
+BESIDE = "lie beside the folders that are read"
 KNOWN = f"shapes, {', '.join(TORCHVISION)}, or a folder"
 
 
@@ -50,6 +57,7 @@ class Images(NamedTuple):
     test: Tensor  # (m, 3, H, W)
     test_labels: Tensor  # (m,)
     classes: list[str]  # their names, or empty if there are no classes
+    split: str = ""  # a sentence on what is for testing
 
 
 def load(
@@ -62,6 +70,7 @@ def load(
 ) -> Images:
     """Load "shapes", a set of TORCHVISION or a folder of images.
     The arguments are the options of train.py that have the same names."""
+    split = "The data set has test images of its own."
     if data == "shapes":
         size, classes = size or 32, SHAPES
         train = shapes(8000, seed=seed, size=size)
@@ -70,16 +79,17 @@ def load(
         train, test, classes = from_torchvision(data, root)
     else:
         require(Path(data).is_dir(), "--data", data, f"{KNOWN} that exists")
-        train, test, classes = from_folder(Path(data))
+        train, test, classes, split = from_folder(Path(data))
     labels, size = labels_of(train), size or side_of(train)
     chosen = torch.arange(len(labels))
     if validation or test is None:
+        split = "Every fifth image to train on is held out for testing."
         held = every_fifth(labels, classes)
         test, tested, chosen = train, chosen[held], chosen[~held]
     else:
         tested = torch.arange(len(labels_of(test)))
     chosen = chosen[share(labels[chosen], fraction, seed)]
-    images = Images(*decode(train, chosen, size), *decode(test, tested, size), classes)
+    images = Images(*decode(train, chosen, size), *decode(test, tested, size), classes, split)
     n, m = len(images.train), len(images.test)
     if min(n, m) < 2:
         raise InvalidArgument(
@@ -93,15 +103,25 @@ def read(options) -> Images:
     """Load the images that `train.Options` name, and print what they are."""
     images = load(root=options.root, **options.of("images"))
     tensors = [x.to(options.device) for x in images[:4]]
-    images = Images._make(tensors + [images.classes])
-    side = images.train.shape[-1]
-    kinds = "without classes, so there are no accuracies"
+    images = Images._make(tensors + list(images[4:]))
+    n, m, side = len(images.train), len(images.test), images.train.shape[-1]
+    kinds = "without classes, as it has fewer than two folders of images, so without accuracies"
     if images.classes:
-        kinds = f"of {len(images.classes)} classes"
-    n, m = len(images.train), len(images.test)
-    print(f"{options.data} has {n} images to train on and {m} to test, {kinds}.")
-    print(f"All have {side} × {side} pixels and are on {options.device}.", flush=True)
+        kinds = f"of {len(images.classes)} classes ({some(images.classes)})"
+    print(
+        f"{shown(options.data)} has {n} images to train on and {m} to test, {kinds}. "
+        f"All have {side} × {side} pixels and are on {options.device}. {images.split}",
+        flush=True,
+    )
     return images
+
+
+def some(names: list, end: str = "") -> str:
+    """Name the first three."""
+    words = [f"{name}{end}" for name in names[:3]]
+    if len(names) > 3:
+        words.append("…")
+    return ", ".join(words)
 
 
 def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
@@ -219,64 +239,165 @@ def from_torchvision(name: str, root: str) -> tuple:
     return train, test, [str(name) for name in getattr(train, "classes", range(10))]
 
 
-class Folder(datasets.ImageFolder):
+class Folder:
     """List the images of a folder, at any depth.
-    Each folder in it is a class. If it has fewer than two folders, there are no classes."""
+    Each folder in it is a class. If it has fewer than two folders, there are no classes. left_out
+    and seen are those of `images_in`."""
 
-    def __init__(self, root: Path):
-        super().__init__(root, is_valid_file=self.is_image, allow_empty=True)
+    def __init__(self, root: Path, left_out: dict, seen: dict):
+        folders, beside = inside(root, {})
+        self.classes, self.imgs = [], []
+        starts = {root: -1}
+        if len(folders) > 1:  # one class alone cannot be told from others
+            seen[root.resolve()] = root
+            inside(root, left_out)
+            left_out |= dict.fromkeys(beside, BESIDE)
+            self.classes = [shown(path.name) for path in folders]
+            starts = {path: k for k, path in enumerate(folders)}
+        for start in starts:
+            seen.setdefault(start.resolve(), start)
+        for start, label in starts.items():
+            paths = list(images_in(start, left_out, seen))
+            if not paths and label >= 0:
+                raise InvalidArgument(
+                    f"--data has no images in {start}. Add some, or remove this folder."
+                )
+            self.imgs += [(path, label) for path in paths]
+        self.targets = [label for _, label in self.imgs]
 
-    def find_classes(self, directory):
-        names = [path.name for path in Path(directory).iterdir() if path.is_dir()]
-        names = sorted(name for name in names if name[0] != ".")
-        if len(names) < 2:  # one class alone cannot be told from others
-            return [], {"": -1}
-        return names, {name: k for k, name in enumerate(names)}
+    def __len__(self):
+        return len(self.imgs)
 
-    def is_image(self, path):
-        within = Path(path).relative_to(self.root)
-        hidden = any(part[0] == "." for part in within.parts)
-        return path.lower().endswith(IMG_EXTENSIONS) and not hidden
+    def __getitem__(self, k):
+        path, label = self.imgs[k]
+        return Image.open(path), label
+
+
+def inside(folder: Path, left_out: dict) -> tuple[list, list]:
+    """List the folders and the files in a folder. Hidden ones are left out."""
+    folders, files = [], []
+    for path in sorted(folder.iterdir()):
+        if path.name[0] == ".":
+            left_out[path] = "are hidden"
+        elif path.is_dir():
+            folders.append(path)
+        else:
+            files.append(path)
+    return folders, files
+
+
+def images_in(folder: Path, left_out: dict, seen: dict) -> Iterator[Path]:
+    """Yield the files in a folder, at any depth, that Pillow may open.
+    left_out gets the reason for each of the others. seen has the place of each folder that was met,
+    so that links which lead in a circle are followed once."""
+    if seen.setdefault(folder.resolve(), folder) != folder:
+        left_out[folder] = "are links to what is read elsewhere"
+        return
+    folders, files = inside(folder, left_out)
+    for path in files:
+        if path.is_file() and ENDINGS.get(path.suffix.lower()) in Image.OPEN:
+            yield path
+        else:
+            left_out[path] = "do not end as names of images do"
+    for inner in folders:
+        yield from images_in(inner, left_out, seen)
+
+
+def places_of(folder: Path) -> list[Path]:
+    """Find the folder to train on and the one to test on, if there are any, by their names.
+    Otherwise the folder itself is the only place. What could be either is an error."""
+    found, others = [], []
+    folders, _ = inside(folder, {})
+    for path in folders:
+        words = re.findall("[a-z]+", path.name.lower())
+        ranks = [rank for rank, word in enumerate(TRAIN + TEST) if word in words]
+        if ranks:
+            found.append((ranks[0], path))
+        elif any(images_in(path, {}, {})):
+            others.append(path)
+    named = [path for _, path in sorted(found)]
+    to_train = sum(rank < len(TRAIN) for rank, _ in found)
+    if to_train == 1 and not others:
+        return named[:2]
+    have_classes = any(inside(path, {})[0] for path in named)
+    have_both = 0 < to_train < len(named)
+    are_classes = others and not have_classes and not have_both
+    if are_classes or not named:
+        return [folder]
+    names = some([path.name for path in named], "/")
+    beside = some([path.name for path in others], "/") or "nothing"
+    raise InvalidArgument(
+        f"--data is {folder}, where {names} may be classes or parts of a split, with {beside} "
+        "beside them. Expected is one folder to train on, and others to test on, such as train/ "
+        "and test/. If these are classes, give them other names. Otherwise move the rest away."
+    )
 
 
 def from_folder(folder: Path) -> tuple:
-    """Find the images of a folder, or of train/ and test/ (or val/) in it → sets, classes.
-    Without test/ and val/, the set to test on is None."""
-    places = []
-    if (folder / "train").is_dir():
-        places = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
-        folder = folder / "train"
-    train = Folder(folder)
-    for name, k in train.class_to_idx.items():
-        if k >= 0 and k not in train.targets:
-            raise InvalidArgument(
-                f"--data has no images in {folder / name}. Add some, or remove this folder."
-            )
-    if not places:
-        return train, None, train.classes
-    test = Folder(places[0])
-    if test.classes != train.classes:
+    """Find the images of a folder, or of folders such as train/ and test/ in it.
+    → sets, classes, a sentence on the split. Without a folder to test on, that set is None."""
+    places, left_out = places_of(folder), {}
+    real = folder.resolve()
+    seen = dict.fromkeys(real.parents) | {real: folder}
+    if places != [folder]:
+        folders, files = inside(folder, left_out)
+        others = [path for path in folders if path not in places]
+        left_out |= dict.fromkeys(others + files, BESIDE)
+    sets = [Folder(place, left_out, seen) for place in places]
+    for reason in sorted(set(left_out.values())):
+        names = [path.relative_to(folder) for path, why in left_out.items() if why == reason]
+        message = f"In {folder}, {len(names)} files or folders are left out, as they {reason}"
+        warnings.warn(f"{message}, for example {some(names)}.", stacklevel=1)
+    train, test = (sets + [None])[:2]
+    names = " and ".join(f"{place.name}/" for place in places)
+    if test is not None and test.classes != train.classes:
         raise InvalidArgument(
-            f"--data needs the same classes in train/ and {places[0].name}/. "
-            f"They are {train.classes} and {test.classes}."
+            f"--data needs the same classes in {names}. Only one of them has "
+            f"{some(sorted(set(train.classes) ^ set(test.classes)))}. Add or remove these folders."
         )
-    return train, test, train.classes
+    return train, test, train.classes, f"The split is that of {names}."
 
 
 def side_of(dataset) -> int:
-    """Return the shorter side of the first readable image, as an even number of at most 96.
+    """Return the median of the shorter sides of some readable images, even and from 8 to 96.
     If no image is readable, return 32."""
-    for k in range(len(dataset)):
+    sides, n = [], len(dataset)
+    for k in np.linspace(0, n - 1, min(n, 200)).astype(int):
         with contextlib.suppress(Exception):  # broken files raise exceptions of many types
             picture, _ = dataset[k]
-            return min(96, min(picture.size) // 2 * 2)
-    return 32
+            with picture:
+                sides.append(min(picture.size))
+    if not sides:
+        return 32
+    median = statistics.median_low(sides)
+    return min(96, max(8, median // 2 * 2))
 
 
 def labels_of(dataset) -> Tensor:
     """Return the labels of a set. torchvision calls them targets or labels."""
     labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
     return torch.as_tensor(labels, dtype=torch.long)
+
+
+def colours_of(picture: Image.Image) -> Image.Image:
+    """Convert a picture to RGB of 8 bits, the right way up.
+    Deeper pixels are scaled by their depth, and floats from [0, 1]. What is transparent shows
+    white. Of several frames the first is taken."""
+    upright = ImageOps.exif_transpose(picture)
+    if picture.mode[0] in "IF":  # I is 32 bits, I;16 is 16 bits, and F is floats
+        bits_of_tiff = getattr(picture, "tag_v2", {}).get(258, (16,))
+        most = 2 ** bits_of_tiff[0] - 1
+        if picture.mode == "F":
+            most = 1
+        pixels = np.asarray(upright) / most
+        is_known = most < 2**16 and 0 <= pixels.min() <= pixels.max() <= 1
+        if not is_known:
+            raise ValueError("its pixels must be of 8 or 16 bits, or floats from 0 to 1")
+        return Image.fromarray((255 * pixels).round().astype(np.uint8)).convert("RGB")
+    if upright.has_transparency_data:
+        paper = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(paper, upright.convert("RGBA"))
+    return upright.convert("RGB")
 
 
 def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -288,9 +409,9 @@ def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
     def item(k):
         try:
             picture, label = dataset[k]
-            picture = ImageOps.exif_transpose(picture).convert("RGB")  # the right way up
-            picture = T.center_crop(T.resize(picture, size, BICUBIC), size)
-            return T.pil_to_tensor(picture), label
+            with picture:
+                square = ImageOps.fit(colours_of(picture), (size, size))
+            return T.pil_to_tensor(square), label
         except Exception as error:  # broken files raise exceptions of many types
             return None, f"{dataset.imgs[k][0]} ({error})"
 
@@ -306,7 +427,6 @@ def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
                 images[len(labels)] = image
                 labels.append(label)
     if broken:
-        some = ", ".join(broken[:5])
         message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
-        warnings.warn(f"{message}, for example {some}.", stacklevel=1)
+        warnings.warn(f"{message}, for example {some(broken)}.", stacklevel=1)
     return images[: len(labels)], torch.tensor(labels, dtype=torch.long)

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import string
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
@@ -17,7 +18,7 @@ from torch import Tensor
 from torchvision.utils import make_grid
 
 import hardneg
-from training import readouts, runs
+from training import readouts, runs, shown
 from training.images import Images, at_most, share
 
 COLUMNS = {"linear": "linear %", "knn": "kNN %"}
@@ -185,7 +186,20 @@ $pictures</html>
 
 
 def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
-    """Draw in report.html what a run of `train.Options` has learned, on about 1000 test images."""
+    """Draw in report.html what a run of `train.Options` has learned, on about 1000 test images.
+    If that fails, warn, as the run is complete without it."""
+    path = options.out / runs.PAGE
+    try:
+        runs.write(path, page_of(options, encoder, images, results).encode())
+    except Exception as error:  # drawing takes names and numbers of any kind
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"{path} cannot be drawn ({reason}). The results are complete.", stacklevel=1)
+    else:
+        print(f"The pictures are in {shown(path)}")
+
+
+def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) -> str:
+    """Make the page of a run."""
     some = at_most(images, 1000)
     test, labels = some.test, some.test_labels
     first = runs.untrained(options.encoder, images, options.seed)
@@ -200,15 +214,14 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     table = []
     for line in cells(rows_of(results)):
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
-    page = PAGE.substitute(
-        title=html.escape(f"{results['loss']} on {Path(results['data']).name}"),
+    name = shown(Path(results["data"]).resolve().name)
+    return PAGE.substitute(
+        title=html.escape(f"{results['loss']} on {name}"),
         summary=f"{results['epochs']} epochs of {results['method']} "
         f"took {results['seconds']:.0f} seconds.",
         table="".join(table),
         pictures="".join(parts),
     )
-    runs.write(options.out / runs.PAGE, page.encode())
-    print(f"The pictures are in {options.out / runs.PAGE}")
 
 
 def png(figure: plt.Figure) -> bytes:
@@ -310,13 +323,16 @@ def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tu
         _, _, directions = torch.linalg.svd(means - means.mean(0), full_matrices=False)
         x = z @ directions[:2].T  # (n, 2)
         axis.scatter(x[:, 0].cpu(), x[:, 1].cpu(), s=6, color="0.9")  # there are ten colours
-        for label, of_class in enumerate(classes[:10]):
+        for label in range(min(10, len(classes))):
             color = [plt.cm.tab10(label)]
-            axis.scatter(*x[labels == label].T.cpu(), s=6, color=color, label=of_class)
+            axis.scatter(*x[labels == label].T.cpu(), s=6, color=color, label=label)
         axis.set(title=name, xticks=[], yticks=[])
     if classes:
-        handles, names = axis.get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=5, markerscale=2)
+        handles, numbers = axis.get_legend_handles_labels()
+        legend = figure.legend(handles, numbers, loc="outside lower center", ncols=5, markerscale=2)
+        for text, name in zip(legend.get_texts(), classes, strict=False):
+            text.set_text(name[:30])  # set here, as a label that begins with _ would be hidden
+            text.set_parse_math(False)  # so that $ is a letter
     caption = "Each point is an image, in the plane where the means of the classes are farthest "
     caption += "apart. Images of one class should lie together, though training saw no labels."
     return f"A map of {len(x)} test images, before and after training", caption, figure

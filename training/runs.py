@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import flag_of
+from training import flag_of, shown
 from training.images import Images
 
 try:
@@ -22,7 +22,7 @@ CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html"
 
 def folder_of(options, last: str) -> Path:
     """Name the output folder of a run of `train.Options`."""
-    return Path("runs", f"{Path(options.data).resolve().name}-{options.method}-{last}")
+    return Path("runs", f"{shown(Path(options.data).resolve().name)}-{options.method}-{last}")
 
 
 def write(path: Path, content: bytes) -> None:

@@ -1,5 +1,8 @@
 """Tests of the images that train.py takes: built-in shapes, torchvision's sets, folders."""
 
+import io
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -118,6 +121,53 @@ class TestTorchvision:
             images.load("svhn", root="here")
 
 
+# folders of five images each | images to train on + to test on, classes, and what is said; or error
+LAYOUTS = """\
+bus train plane | 12 + 3 bus plane train
+bus test val | 12 + 3 bus test val
+Training/cat Training/dog Testing/cat Testing/dog | 10 + 10 cat dog
+TRAIN/cat TRAIN/dog Validation/cat Validation/dog | 10 + 10 cat dog
+train/a train/b dev/a dev/b test/a test/b | 10 + 10 a b In HERE, 1 files or folders are left out, \
+as they lie beside the folders that are read, for example dev.
+train2017 val2017 | 5 + 5
+seg_train/a seg_train/b seg_pred | --data is HERE, where seg_train/ may be classes or parts of a \
+split, with seg_pred/ beside them. Expected is
+train/a train/b | 8 + 2 a b
+train test other | --data is HERE, where train/, test/ may be classes or parts
+train/a train/b bus | --data is HERE, where train/ may be classes or parts
+train Training | --data is HERE, where train/, Training/ may be classes or parts
+test val | --data is HERE, where test/, val/ may be classes or parts of a split, with nothing beside
+train/cat train/dog test/cat test/cow | --data needs the same classes in train/ and test/. Only \
+one of them has cow, dog. Add or remove
+train/cat train/dog test | --data needs the same classes in train/ and test/. Only one of them has \
+cat, dog.
+""".splitlines()
+RAMP = np.linspace(0, 1, 1024).reshape(32, 32)
+GREY = Image.fromarray((255 * RAMP).round().astype(np.uint8))
+DEEP = Image.fromarray((65535 * RAMP).astype(np.uint16))
+INTEGERS, FLOATS = (Image.fromarray((65535 * RAMP).astype(kind)) for kind in (np.int32, np.float32))
+CLEAR = Image.new("L", (32, 32), 0)
+PIXELS = {  # a picture, its format, options, and the values that are right, or None for an error
+    "16 bits": (DEEP, "PNG", {}, GREY),
+    "16 bits, TIFF": (DEEP, "TIFF", {}, GREY),
+    "16 bits, big-endian": (DEEP.convert("I").convert("I;16B"), "TIFF", {}, GREY),
+    "16 bits, PGM": (INTEGERS, "PPM", {}, GREY),
+    "32 bits": (INTEGERS, "TIFF", {}, None),
+    "floats": (Image.fromarray(RAMP.astype(np.float32)), "TIFF", {}, GREY),
+    "floats of any size": (FLOATS, "TIFF", {}, None),
+    "not a number": (Image.fromarray(np.full((32, 32), np.nan, np.float32)), "TIFF", {}, None),
+    "one channel": (GREY, "JPEG", {}, GREY),
+    "one bit": (GREY.convert("1"), "PNG", {}, GREY.convert("1").convert("L")),
+    "CMYK": (GREY.convert("RGB").convert("CMYK"), "JPEG", {}, GREY),
+    "palette": (GREY.convert("P"), "PNG", {}, GREY),
+    "palette, transparent": (CLEAR.convert("P"), "PNG", {"transparency": 0}, 255),
+    "colour, transparent": (CLEAR.convert("RGB"), "PNG", {"transparency": (0, 0, 0)}, 255),
+    "alpha": (Image.merge("LA", [CLEAR, GREY]), "PNG", {}, 255 - 255 * RAMP),
+    "colours with alpha": (Image.merge("RGBA", [CLEAR] * 3 + [GREY]), "PNG", {}, 255 - 255 * RAMP),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* are left out")
 class TestFolders:
     """Folders of images: large or incomplete ones, broken files, all kinds of pixels."""
 
@@ -143,22 +193,81 @@ class TestFolders:
         assert found.classes == [] and (len(found.train), len(found.test)) == (16, 4)
         assert found.train_labels.tolist() == [-1] * 16
 
-    def test_hidden_folders_and_files_are_left_out(self, tmp_path):
+    @pytest.mark.parametrize("folders, found", [line.split(" | ") for line in LAYOUTS])
+    def test_folders_as_people_name_them(self, folders, found, tmp_path):
+        """Each folder has five images."""
+        for name in folders.split():
+            write_images(tmp_path, 5, [name])
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                loaded = images.load(tmp_path)
+                counts = f"{len(loaded.train)} + {len(loaded.test)}"
+                result = " ".join([counts, *loaded.classes, *(str(x.message) for x in said)])
+            except InvalidArgument as error:
+                result = str(error)
+        result = result.replace(f"{tmp_path}", "HERE")
+        assert result.startswith(found), result
+
+    def test_nothing_is_left_out_without_a_word(self, tmp_path):
         write_images(tmp_path, per_class=10)
         write_images(tmp_path / ".hidden", classes=("a",))
         write_images(tmp_path / "cat", classes=(".thumbnails",))
-        found = images.load(tmp_path)
+        for name in ("beside.png", "notes.txt", "cat/a.csv", "cat/b.csv", "dog/c", "dog/d.png"):
+            (tmp_path / name).touch()
+        for name, target in (("dog/up", ".."), ("cat/other", "../dog"), ("cat/none.png", "none")):
+            (tmp_path / name).symlink_to(target)
+        (tmp_path / "dog" / "away").symlink_to("/")
+        with pytest.warns(UserWarning) as said:
+            found = images.load(tmp_path)
         assert found.classes == ["cat", "dog"] and len(found.train) == 16
         assert values_of(found.test) == [4, 9, 44, 49]
+        start = f"In {tmp_path}, "
+        messages = [str(x.message).removeprefix(start) for x in said]
+        assert messages[:4] == [
+            "2 files or folders are left out, as they are hidden, "
+            "for example .hidden, cat/.thumbnails.",
+            "3 files or folders are left out, as they are links to what is read elsewhere, "
+            "for example cat/other, dog/away, dog/up.",
+            "4 files or folders are left out, as they do not end as names of images do, "
+            "for example cat/a.csv, cat/b.csv, cat/none.png, ….",
+            "2 files or folders are left out, as they lie beside the folders that are read, "
+            "for example beside.png, notes.txt.",
+        ]
+        assert len(messages) == 5 and f"{tmp_path}/dog/d.png (cannot identify" in messages[4]
 
-    @pytest.mark.parametrize(
-        "size, side", [((20, 20), 20), ((71, 150), 70), ((21, 120), 20), ((99, 99), 96)]
-    )
-    def test_sides(self, tmp_path, size, side):
-        """The shorter one, even and at most 96: images are cut to squares."""
+    @pytest.mark.parametrize("ending", "gif JFIF jpe avif tif TIFF webp bmp ppm jp2 tga".split())
+    def test_what_pillow_opens_is_read(self, ending, tmp_path):
+        for k in range(10):
+            Image.new("RGB", (16, 16), (99, 99, 99)).save(tmp_path / f"{k}.{ending}")
+        found = images.load(tmp_path)
+        assert len(found.train) == 8 and (found.train.float() - 99).abs().max() <= 3
+
+    SIDES = [((20, 20), 20, (1, 1)), ((71, 150), 70, (200, 3)), ((21, 120), 20, (4, 4))]
+    SIDES += [((99, 99), 96, (1000, 1000)), ((3, 4), 8, (99, 99))]
+
+    @pytest.mark.parametrize("size, side, first", SIDES)
+    def test_sides(self, tmp_path, size, side, first):
+        """The shorter one of most images, even and from 8 to 96. Images are cut to squares."""
         write_images(tmp_path, size=size)
+        Image.new("RGB", first).save(tmp_path / "cat" / "0.png")
         assert images.load(tmp_path).train.shape == (10, 3, side, side)
         assert images.load(tmp_path, size=24).test.shape == (2, 3, 24, 24)
+
+    @pytest.mark.parametrize("name", PIXELS)
+    def test_pixels_keep_their_meaning(self, name):
+        """A ramp from black to white stays one, and what is transparent shows white."""
+        picture, kind, options, wanted = PIXELS[name]
+        content = io.BytesIO()
+        picture.save(content, kind, **options)
+        with Image.open(content) as saved:
+            if wanted is None:
+                with pytest.raises(ValueError, match="of 8 or 16 bits, or floats from 0 to 1"):
+                    images.colours_of(saved)
+            else:
+                found = np.asarray(images.colours_of(saved))
+                wanted = np.broadcast_to(np.asarray(wanted)[..., None], (32, 32, 3))
+                np.testing.assert_allclose(found, wanted, atol=2)
 
     def test_the_middle_of_an_oblong_image_is_seen(self, tmp_path):
         pixels = torch.arange(60, dtype=torch.uint8).expand(3, 20, 60)
@@ -204,11 +313,4 @@ class TestFolders:
             (tmp_path / "cow").mkdir()
         found = "has no images in" if kind == "no images of a class" else "is"
         with pytest.raises(InvalidArgument, match=f"^--data {found} {tmp_path}"):
-            images.load(tmp_path)
-
-    def test_test_images_have_the_classes_of_the_training_images(self, tmp_path):
-        write_images(tmp_path / "train")
-        write_images(tmp_path / "test", classes=("cat", "cow"))
-        said = "^--data needs the same classes in train/ and test/.*cat.*dog.* and .*cat.*cow"
-        with pytest.raises(InvalidArgument, match=said):
             images.load(tmp_path)

@@ -160,7 +160,10 @@ class TestReport:
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
         z = hardneg.unit(torch.eye(6)[labels] + 0.1 * noise)
-        _, _, figure = report.draw_map({"untrained": noise, "trained": z}, labels, [*"abcdefghijk"])
+        names = ["$10_$20", "_b", "\\frac$", *"defghijk"]
+        _, _, figure = report.draw_map({"untrained": noise, "trained": z}, labels, names)
+        assert report.png(figure)  # a name is no formula
+        assert [text.get_text() for text in figure.legends[0].get_texts()] == names[:10]
         _, *of_classes = figure.axes[1].collections
         assert len(of_classes) == 10  # there are no more colours
         places = [x.get_offsets().data for x in of_classes[:3]]
@@ -649,6 +652,26 @@ class TestCommand:
         assert 'src="http' not in page and page.count("data:image/png;base64,") == 3
         for text in ("hard on shapes", "trained encoder", "false negative"):
             assert text in page
+
+    def test_a_report_that_fails_costs_no_result(self, tmp_path, small_shapes, monkeypatch):
+        def broken(*_):
+            assert (tmp_path / "results.json").exists()
+            raise MemoryError("no more")
+
+        monkeypatch.setattr(report, "draw_map", broken)
+        with pytest.warns(UserWarning, match="report.html cannot be drawn .MemoryError: no more"):
+            finish(tmp_path, report=True)
+
+    def test_names_of_folders_are_text(self, tmp_path, monkeypatch, capsys):
+        write_images(tmp_path / "$<i>\n\x1b[2J", 10, ("$10_$20", "_a\x1b[2J\udcff"), (8, 8))
+        monkeypatch.chdir(tmp_path)
+        train.main(["--data", "$<i>\n\x1b[2J", "--epochs", "1"])
+        said = capsys.readouterr().out
+        assert "of 2 classes ($10_$20, _a\\x1b[2J\\udcff). All" in said
+        (out,) = (tmp_path / "runs").iterdir()
+        assert "\x1b" not in said and out.name == "$<i>\\n\\x1b[2J-simclr-hcl-0"
+        page = (out / "report.html").read_text()
+        assert "on $&lt;i&gt;" in page and "<i>" not in page and "\x1b" not in page
 
     def test_what_needs_classes_is_left_out_without_them(self, tmp_path, capsys):
         write_images(tmp_path / "images" / "all", 10, ("a", "b"), (8, 8))
