@@ -104,7 +104,7 @@ def small_shapes(monkeypatch):
 def few():
     """A small training set and test set of the built-in images, with four classes."""
     sets = images.shapes(240, 4, seed=1, size=16) + images.shapes(120, 4, seed=2, size=16)
-    return Images._make(sets + (["a", "b", "c", "d"],))
+    return Images(*sets, ["a", "b", "c", "d"])
 
 
 class TestReport:
@@ -417,10 +417,11 @@ class TestRuns:
         finish(tmp_path)
         (tmp_path / "results.json").unlink()
         state = runs.read_checkpoint(tmp_path, "cpu")
-        runs.save_checkpoint(tmp_path, state | {"images": 77})
-        said = r"^--data is shapes, with 80 images .* began with 77\."
-        with pytest.raises(InvalidArgument, match=said):
-            finish(tmp_path)
+        for other, said in (("images", "77 of 8 "), ("size", "80 of 77 "), ("content", "80 of 8 ")):
+            runs.save_checkpoint(tmp_path, state | {other: 77})
+            said = f"^--data is shapes, with 80 images of 8 pixels.* began with {said}pixels, or"
+            with pytest.raises(InvalidArgument, match=said):
+                finish(tmp_path)
         runs.save_checkpoint(tmp_path, {"args": Path()})  # any class, whose code would run
         with pytest.raises(Exception, match="^Weights only load failed"):
             runs.read_checkpoint(tmp_path, "cpu")
@@ -683,9 +684,16 @@ class TestCommand:
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["linear"] is results["tolerance"] is results["raw"]["knn"] is None
         assert results["uniformity"] < 0
+        words[1] += "/."  # the same folder
+        train.main([*words, f"{tmp_path / 'run'}"])
+        assert "This run was finished before" in capsys.readouterr().out
         train.main([*words, f"{tmp_path / 'both'}", "--compare", "hcl", "simclr", "--seeds", "2"])
         said = capsys.readouterr().out
         assert "| `simclr` |" in said and "over" not in said
+        (tmp_path / "run" / "results.json").unlink()
+        shutil.copy(tmp_path / "images/all/b/0.png", tmp_path / "images/all/a/0.png")
+        said = quit_with([*words, tmp_path / "run"], capsys)
+        assert "began with 16 of 8 pixels, or with other content. Restore" in said
 
     @pytest.mark.parametrize("flag, least, most", [("--help", 20, 40), ("--help-all", 80, 200)])
     def test_help_of_the_flags_that_matter_fits_a_screen(self, flag, least, most, capsys):
