@@ -139,6 +139,17 @@ class TestReport:
         double = few.test.repeat_interleave(2, 2).repeat_interleave(2, 3)
         close(seen[2], double.flatten(1) / 255, 1e-6)
 
+    def test_uniformity_looks_at_a_share_and_no_figure_is_of_nan(self, few, monkeypatch):
+        monkeypatch.setattr(report, "PAIRED", 60)
+        measure = Mock(return_value=0.0)
+        monkeypatch.setattr(hardneg, "uniformity", measure)
+        report.evaluate(None, few, ["uniformity"])
+        assert len(measure.call_args.args[0]) == 60
+        encoder = hardneg.Encoder(size=16)
+        nn.init.constant_(encoder.head[0].weight, math.nan)
+        with pytest.raises(hardneg.NotFinite, match="^embeddings has NaN or inf in 120 of 120"):
+            report.evaluate(encoder, few, ["uniformity"])
+
     def test_what_runs_share_is_measured_once(self, few, monkeypatch):
         """Pixels, and the untrained encoder of each seed."""
         evaluate, known = Mock(wraps=report.evaluate), {}
