@@ -337,5 +337,5 @@ def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tu
             text.set_text(name[:30])  # set here, as a label that begins with _ would be hidden
             text.set_parse_math(False)  # so that $ is a letter
     caption = "Each point is an image, in the plane where the means of the classes are farthest "
-    caption += "apart. Images of one class should lie together, though training saw no labels."
+    caption += "apart. Images of one class should lie together."
     return f"A map of {len(x)} test images, before and after training", caption, figure

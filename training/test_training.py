@@ -474,7 +474,12 @@ debiased, hcl, ot, hard, ppcl, supcon.
 --compare hcl hard --alpha .3 |
 --compare hcl ot --alpha .3 | --alpha has no effect with --loss hcl, --loss ot. It is for hard, \
 hard-simple.
---loss ppcl --tau-plus .1 |
+--method queue --labels | --labels has no effect with --method queue. It is for simclr, bank, clae.
+--loss ppcl --tau-plus .1 | Without labels, ppcl of --loss ppcl is the same as nce.; If the images \
+have classes, --labels gives them to the loss.
+--loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
+--loss supcon --labels |
+--method diffhard |
 """
 
 
@@ -580,6 +585,21 @@ class TestBuild:
         encoder, training = train.build(train.Options(encoder="resnet18"), large)
         assert training.method.view_options == {"blur": 0.5} and encoder.features == 512
         assert encoder.backbone.conv1.kernel_size == (7, 7)
+
+    @pytest.mark.parametrize("method", ["simclr", "bank", "clae"])
+    def test_labels_reach_the_loss(self, method, few):
+        """An image without a label shares its number with no other."""
+        labels = torch.cat([torch.tensor([-1, -1]), few.train_labels[2:]])
+        options = train.Options(method=method, labels=True, loss="supcon")
+        _, training = train.build(options, few._replace(train_labels=labels))
+        training.method.contrast = Mock(wraps=training.method.contrast)
+        index = torch.tensor([3, 0, 1, 5])
+        training.method.step(training.encoder, few.train[index], index, None)
+        found = training.method.contrast.call_args.kwargs["labels"]
+        bank = [4, 5, *labels[2:].tolist()] if method == "bank" else []
+        assert found.tolist() == [labels[3], 4, 5, labels[5], *bank]
+        with pytest.raises(InvalidArgument, match="^--labels is given; .* have no classes"):
+            train.build(options, few._replace(train_labels=labels.clamp(max=-1)))
 
     def test_schedules(self, few):
         def ends(words):  # values at the first and at the last step
