@@ -100,6 +100,9 @@ FLAGS |= {
     "size": Flag("images", None, int, "Side in pixels; else their own, up to 96", "", (8, 1024)),
     "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "The network"),
     "views": Flag("run", "default", VIEWS, "Random changes of an image; small [1], coloured [4]"),
+    "labels": Flag(
+        "run", None, bool, "Give the loss the classes of the images", "simclr bank clae"
+    ),
     "anneal": Flag("run", False, bool, "Lower beta to a fifth in five steps", "tilted"),
     "lead_in": Flag("run", True, bool, "Lower the share to keep from 1 to alpha at first", "top"),
     "recipe": Flag("training", "adamw", hardneg.RECIPES, "Optimizer and rates; sgd [4], adam [1]"),
@@ -235,8 +238,9 @@ def build(options: Options, images: Images) -> tuple:
         schedules["alpha"] = functools.partial(hardneg.lead_in, alpha=options.alpha)
     method = make_method(options, criterion, encoder, images)
     settings = options.of("training")
-    training = hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)
-    return encoder, training
+    if options.labels and options.has_effect("labels"):
+        baselines.give_labels(method, images.train_labels)
+    return encoder, hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)
 
 
 def make_method(options: Options, criterion, encoder, images: Images) -> hardneg.SimCLR:
@@ -312,7 +316,7 @@ def act(given: dict) -> None:
     rows = [Options(**given | {"loss": loss}) for loss in dict.fromkeys(losses)]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
-            cause = "method" if FLAGS[name].taker == "method" else "loss"
+            cause = "loss" if METHODS.keys().isdisjoint(FLAGS[name].of.split()) else "method"
             chosen = dict.fromkeys(f"--{cause} {getattr(row, cause)}" for row in rows)
             reason = f"{', '.join(chosen)}. It is for {users_of(name)}."
             print(f"{flag_of(name, value)} has no effect with {reason}")
@@ -336,7 +340,8 @@ def check(options: Options) -> None:
         fits = value is None or least <= value <= most
         require(fits, flag_of(name), value, f"from {least:g} to {most:g}")
     few = torch.zeros(4, 3, options.size or 32, options.size or 32, dtype=torch.uint8)
-    build(options.but(compile=False, queue_size=1), Images(few, None, few, None, []))
+    baselines.say_labels(options)
+    build(options.but(compile=False, queue_size=1, labels=False), Images(few, None, few, None, []))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Further methods of training to compare with, by a queue of keys and by adversarial views.
+"""Further methods of training to compare with, by a queue of keys, adversarial views, and labels.
 
-Each of them is a method for `hardneg.Training`. References in brackets are those of hardneg.py and
+Each class is a method for `hardneg.Training`. References in brackets are those of hardneg.py and
    [13] Ho, Vasconcelos. Contrastive Learning with Adversarial Examples (CLAE). 2010.12050
 """
 
@@ -74,3 +74,29 @@ class CLAE(hardneg.SimCLR):
         harder = (second + self.bound * gradient.sign()).clamp(0, 1).detach()
         harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
         return (loss + harder_loss) / 2, figures
+
+
+def give_labels(method: hardneg.SimCLR, labels: torch.Tensor) -> None:
+    """Let the loss of a method know the labels (n,) of the training images.
+    Images without a label have −1. Each of them gets a number of its own."""
+    require(labels.max() >= 0, "--labels", "given", "left out, as these images have no classes")
+    own = labels.max() + 1 + torch.arange(len(labels), device=labels.device)
+    labels = torch.where(labels < 0, own, labels)
+    step = method.step
+
+    def labelled(encoder, images, index, generator, **options):
+        options["labels"] = labels[index]
+        if isinstance(method, hardneg.Bank):  # its rows are candidates, too
+            options["labels"] = torch.cat([labels[index], labels])
+        return step(encoder, images, index, generator, **options)
+
+    method.step = labelled
+
+
+def say_labels(options) -> None:
+    """Say if a loss of `train.Options` is no other than SimCLR's without labels."""
+    has_labels = options.method == "diffhard" or (options.labels and options.has_effect("labels"))
+    if options.objective in ("ppcl", "each") and not has_labels:
+        print(f"Without labels, {options.objective} of --loss {options.loss} is the same as nce.")
+        if options.has_effect("labels"):
+            print("If the images have classes, --labels gives them to the loss.")

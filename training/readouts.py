@@ -17,8 +17,9 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
     """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
     train is (n, D), test is (m, D), and their labels are (n,) and (m,). If k is above n, all n
     vote. The defaults are those of the code of [1]."""
-    train = hardneg.unit(train.float())
-    members = F.one_hot(train_labels.long())  # (n, classes)
+    check_finite(train=train, test=test)
+    train, train_labels = hardneg.unit(train.float()), train_labels.long()
+    classes = int(train_labels.max()) + 1
     right = 0
     parts = zip(hardneg.unit(test.float()).split(1000), test_labels.split(1000), strict=True)
     for rows, labels in parts:
@@ -26,8 +27,9 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
             cosines = rows @ train.T
         cosines, index = cosines.topk(min(k, len(train)))  # (1000, k)
         weights = ((cosines - cosines[:, :1]) / temperature).exp()  # at most 1, so none overflow
-        votes = weights[..., None] * members[index]  # (1000, k, classes)
-        right += (votes.sum(1).argmax(1) == labels).sum()
+        votes = weights.new_zeros(len(rows), classes)
+        votes.scatter_add_(1, train_labels[index], weights)
+        right += (votes.argmax(1) == labels).sum()
     return 100 * float(right) / len(test)
 
 
@@ -41,6 +43,7 @@ def linear_readout(
     train is (n, D), test is (m, D), and their labels are (n,) and (m,). Features are standardised
     by the mean and the deviation of the training set. L-BFGS starts from zero and stops when the
     gradient is at most 1e-4, when the loss stands still, or after 200 steps. Nothing is random."""
+    check_finite(train=train, test=test)
     mean, std = train.mean(0), train.std(0)
     constant = std <= 1e-5 * train.abs().amax(0)
     std = std.masked_fill(constant, math.inf)  # a constant feature becomes 0
@@ -71,11 +74,20 @@ def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     """Measure how near the samples of a class are, by the mean cosine of pairs with one label.
     z is (n, D), labels are (n,), and the result is in [−1, 1]. Ref: [4] Eq. 11, but averaged over
     the pairs with one label, as in Table 1 there"""
-    z = hardneg.unit(z)
-    members = F.one_hot(labels.long()).to(z.dtype)  # (n, classes)
-    with torch.autocast(z.device.type, enabled=False):
-        sums = members.T @ z  # (classes, D)
-    counts = members.sum(0)
+    check_finite(z=z)
+    z, labels = hardneg.unit(z), labels.long()
+    counts = labels.bincount().to(z.dtype)
+    sums = z.new_zeros(len(counts), z.shape[1]).index_add_(0, labels, z)  # (classes, D)
     cosines = sums.square().sum() - z.square().sum()  # minus pairs of a row and itself
     pairs = (counts * (counts - 1)).sum()
     return cosines / pairs
+
+
+def check_finite(**given: Tensor) -> None:
+    """Raise an error that names the features which have NaN or inf."""
+    for name, x in given.items():
+        finite = x.isfinite().all(1)
+        if not finite.all():
+            rows = f"{int((~finite).sum())} of {len(x)} rows"
+            reason = f"{name} has NaN or inf in {rows}. Features have to be finite."
+            raise hardneg.NotFinite(f"{reason} If an encoder made them, try a lower lr.")

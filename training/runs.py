@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import zlib
 from pathlib import Path
 
 import torch
@@ -107,7 +108,10 @@ def finished(options) -> dict | None:
 
 def require_same(folder: Path, was: dict, now: dict) -> None:
     """Raise an error if the run in a folder had other options."""
-    changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+    changed = [name for name in was | now if was.get(name) != now.get(name)]
+    places = [Path(str(options.get("data"))).resolve() for options in (was, now)]
+    if "data" in changed and places[0] == places[1]:  # one folder, written in two ways
+        changed.remove("data")
     if changed:
         flags = ", ".join(f"{flag_of(name)} was {was.get(name)}" for name in changed)
         raise hardneg.InvalidArgument(
@@ -119,18 +123,21 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
 def restore(training: hardneg.Training, options) -> dict:
     """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
     n, size = len(training.images), training.images.shape[-1]
+    pixels = training.images.cpu().contiguous().numpy()
+    now = {"images": n, "size": size, "content": zlib.crc32(pixels)}
     if options.overwrite:
         for name in (CHECKPOINT, RESULTS, PAGE):
             (options.out / name).unlink(missing_ok=True)
     if not (options.out / CHECKPOINT).exists():
-        return {"history": [], "seen": [], "seconds": 0.0, "images": n, "size": size}
+        return {"history": [], "seen": [], "seconds": 0.0} | now
     with readable(options.out / CHECKPOINT):
         state = read_checkpoint(options.out, options.device)
         require_same(options.out, state["args"], options.of_the_run())
-        if n != state["images"]:
+        if any(state.get(name, value) != value for name, value in now.items()):
             raise hardneg.InvalidArgument(
-                f"--data is {options.data}, with {n} images to train on. The run began with "
-                f"{state['images']}. Restore these images, or begin anew by --overwrite."
+                f"--data is {options.data}, with {n} images of {size} pixels to train on. The run "
+                f"began with {state['images']} of {state['size']} pixels, or with other content. "
+                "Restore these images, or begin anew by --overwrite."
             )
         training.load_state_dict(state["training"])
     pretrain = training.method.pretrain

@@ -145,6 +145,24 @@ class TestReadouts:
     def test_tolerance_without_a_pair_is_nan(self):
         assert math.isnan(readouts.tolerance(torch.eye(3), torch.arange(3)))
 
+    def test_memory_does_not_grow_as_images_times_classes(self):
+        """Labels as rows of 0 and 1 would take 80 GB."""
+        z, labels = embeddings(1, 10**4, 8).float(), torch.arange(10**4) * 100
+        readouts.tolerance(z, labels)
+        assert readouts.knn_accuracy(z, labels, z[:9], labels[:9], k=1) == 100
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_features_that_are_not_finite_are_named(self, value):
+        good, labels = embeddings(1, 9, 3), torch.arange(9) % 2
+        bad = torch.cat([good[1:], good[:1] * value])
+        wrong = [("z", readouts.tolerance, [bad, labels])]
+        for readout in (readouts.knn_accuracy, readouts.linear_readout):
+            wrong.append(("train", readout, [bad, labels, good, labels]))
+            wrong.append(("test", readout, [good, labels, bad, labels]))
+        for name, readout, sets in wrong:
+            with pytest.raises(hardneg.NotFinite, match=f"^{name} has NaN or inf in 1 of 9 rows"):
+                readout(*sets)
+
 
 class TestOfHardneg:
     """embed and uniformity."""

@@ -104,7 +104,7 @@ def small_shapes(monkeypatch):
 def few():
     """A small training set and test set of the built-in images, with four classes."""
     sets = images.shapes(240, 4, seed=1, size=16) + images.shapes(120, 4, seed=2, size=16)
-    return Images._make(sets + (["a", "b", "c", "d"],))
+    return Images(*sets, ["a", "b", "c", "d"])
 
 
 class TestReport:
@@ -138,6 +138,17 @@ class TestReport:
         assert seen[1].bincount().tolist() == [25] * 4 and seen[0].shape == (100, 3 * 32 * 32)
         double = few.test.repeat_interleave(2, 2).repeat_interleave(2, 3)
         close(seen[2], double.flatten(1) / 255, 1e-6)
+
+    def test_uniformity_looks_at_a_share_and_no_figure_is_of_nan(self, few, monkeypatch):
+        monkeypatch.setattr(report, "PAIRED", 60)
+        measure = Mock(return_value=0.0)
+        monkeypatch.setattr(hardneg, "uniformity", measure)
+        report.evaluate(None, few, ["uniformity"])
+        assert len(measure.call_args.args[0]) == 60
+        encoder = hardneg.Encoder(size=16)
+        nn.init.constant_(encoder.head[0].weight, math.nan)
+        with pytest.raises(hardneg.NotFinite, match="^embeddings has NaN or inf in 120 of 120"):
+            report.evaluate(encoder, few, ["uniformity"])
 
     def test_what_runs_share_is_measured_once(self, few, monkeypatch):
         """Pixels, and the untrained encoder of each seed."""
@@ -417,10 +428,11 @@ class TestRuns:
         finish(tmp_path)
         (tmp_path / "results.json").unlink()
         state = runs.read_checkpoint(tmp_path, "cpu")
-        runs.save_checkpoint(tmp_path, state | {"images": 77})
-        said = r"^--data is shapes, with 80 images .* began with 77\."
-        with pytest.raises(InvalidArgument, match=said):
-            finish(tmp_path)
+        for other, said in (("images", "77 of 8 "), ("size", "80 of 77 "), ("content", "80 of 8 ")):
+            runs.save_checkpoint(tmp_path, state | {other: 77})
+            said = f"^--data is shapes, with 80 images of 8 pixels.* began with {said}pixels, or"
+            with pytest.raises(InvalidArgument, match=said):
+                finish(tmp_path)
         runs.save_checkpoint(tmp_path, {"args": Path()})  # any class, whose code would run
         with pytest.raises(Exception, match="^Weights only load failed"):
             runs.read_checkpoint(tmp_path, "cpu")
@@ -462,7 +474,12 @@ debiased, hcl, ot, hard, ppcl, supcon.
 --compare hcl hard --alpha .3 |
 --compare hcl ot --alpha .3 | --alpha has no effect with --loss hcl, --loss ot. It is for hard, \
 hard-simple.
---loss ppcl --tau-plus .1 |
+--method queue --labels | --labels has no effect with --method queue. It is for simclr, bank, clae.
+--loss ppcl --tau-plus .1 | Without labels, ppcl of --loss ppcl is the same as nce.; If the images \
+have classes, --labels gives them to the loss.
+--loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
+--loss supcon --labels |
+--method diffhard |
 """
 
 
@@ -568,6 +585,21 @@ class TestBuild:
         encoder, training = train.build(train.Options(encoder="resnet18"), large)
         assert training.method.view_options == {"blur": 0.5} and encoder.features == 512
         assert encoder.backbone.conv1.kernel_size == (7, 7)
+
+    @pytest.mark.parametrize("method", ["simclr", "bank", "clae"])
+    def test_labels_reach_the_loss(self, method, few):
+        """An image without a label shares its number with no other."""
+        labels = torch.cat([torch.tensor([-1, -1]), few.train_labels[2:]])
+        options = train.Options(method=method, labels=True, loss="supcon")
+        _, training = train.build(options, few._replace(train_labels=labels))
+        training.method.contrast = Mock(wraps=training.method.contrast)
+        index = torch.tensor([3, 0, 1, 5])
+        training.method.step(training.encoder, few.train[index], index, None)
+        found = training.method.contrast.call_args.kwargs["labels"]
+        bank = [4, 5, *labels[2:].tolist()] if method == "bank" else []
+        assert found.tolist() == [labels[3], 4, 5, labels[5], *bank]
+        with pytest.raises(InvalidArgument, match="^--labels is given; .* have no classes"):
+            train.build(options, few._replace(train_labels=labels.clamp(max=-1)))
 
     def test_schedules(self, few):
         def ends(words):  # values at the first and at the last step
@@ -683,9 +715,16 @@ class TestCommand:
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["linear"] is results["tolerance"] is results["raw"]["knn"] is None
         assert results["uniformity"] < 0
+        words[1] += "/."  # the same folder
+        train.main([*words, f"{tmp_path / 'run'}"])
+        assert "This run was finished before" in capsys.readouterr().out
         train.main([*words, f"{tmp_path / 'both'}", "--compare", "hcl", "simclr", "--seeds", "2"])
         said = capsys.readouterr().out
         assert "| `simclr` |" in said and "over" not in said
+        (tmp_path / "run" / "results.json").unlink()
+        shutil.copy(tmp_path / "images/all/b/0.png", tmp_path / "images/all/a/0.png")
+        said = quit_with([*words, tmp_path / "run"], capsys)
+        assert "began with 16 of 8 pixels, or with other content. Restore" in said
 
     @pytest.mark.parametrize("flag, least, most", [("--help", 20, 40), ("--help-all", 80, 200)])
     def test_help_of_the_flags_that_matter_fits_a_screen(self, flag, least, most, capsys):
