@@ -1664,7 +1664,7 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     for value, name in dict(map(reversed, followers.items())).items():
         target = leaders.get(name, value[None])  # if it is missing, another shape
         _require(
-            target.shape == value.shape, "leader", "other", f"like the follower, with its {name}"
+            target.shape == value.shape, "leader", "different", f"like the follower, with {name}"
         )
         if value.is_floating_point():
             value.lerp_(target.to(value), 1 - momentum)
