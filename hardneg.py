@@ -1739,12 +1739,14 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     followers = _unwrapped(follower).state_dict(keep_vars=True)
     # layers can share a tensor, which must move once
     for value, name in dict(map(reversed, followers.items())).items():
-        fits = name in leaders and leaders[name].shape == value.shape
-        _require(fits, "leader", "another network", f"one with {name}, of the follower's shape")
+        target = leaders.get(name, value[None])  # if it is missing, another shape
+        _require(
+            target.shape == value.shape, "leader", "different", f"like the follower, with {name}"
+        )
         if value.is_floating_point():
-            value.lerp_(leaders[name].to(value), 1 - momentum)
+            value.lerp_(target.to(value), 1 - momentum)
         else:
-            value.copy_(leaders[name])
+            value.copy_(target)
 
 
 def _unwrapped(network):
@@ -1800,7 +1802,7 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
         temperature=0.5 / t,
         reduction="none",
     )
-    return losses.logsumexp(0) - math.log(n * (n - 1))
+    return losses.logsumexp(0) - math.log(n * n - n)
 
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
@@ -2251,9 +2253,10 @@ class Training:
         if unknown:
             known = ", ".join(RECIPES[recipe])
             raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
-        # a change of the weights' memory format would mix up the gradients that it averages
-        alone = not hasattr(encoder, "reducer")
-        _require(alone, "encoder", "wrapped by DistributedDataParallel", "without it, see above")
+        # DistributedDataParallel mixes gradients up if the memory format changes after it is made
+        _require(
+            not hasattr(encoder, "reducer"), "encoder", "a DistributedDataParallel", "its module"
+        )
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
@@ -2317,8 +2320,7 @@ class Training:
             if self.micro_batch is not None:
                 encoder = in_micro_batches(encoder, self.micro_batch)
         # Each step has a seed of its own, so that a resumed run repeats the step.
-        seed = self.seed * 10**9 + position
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(self.seed * 10**9 + position)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             loss, figures = self.method.step(
                 encoder, images, index, generator, return_stats=read, **options
