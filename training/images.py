@@ -116,12 +116,12 @@ def read(options) -> Images:
     return images
 
 
-def some(names: list, end: str = "") -> str:
+def some(names: list) -> str:
     """Name the first three."""
-    words = [f"{name}{end}" for name in names[:3]]
+    text = ", ".join(map(str, names[:3]))
     if len(names) > 3:
-        words.append("…")
-    return ", ".join(words)
+        text += ", …"
+    return text
 
 
 def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
@@ -240,110 +240,90 @@ def from_torchvision(name: str, root: str) -> tuple:
 
 
 class Folder:
-    """List the images of a folder, at any depth.
-    Each folder in it is a class. If it has fewer than two folders, there are no classes. left_out
-    and seen are those of `images_in`."""
+    """Open the images at some paths in a folder.
+    Each folder in it is a class. If it has fewer than two folders, there are no classes."""
 
-    def __init__(self, root: Path, left_out: dict, seen: dict):
-        folders, beside = inside(root, {})
-        self.classes, self.imgs = [], []
-        starts = {root: -1}
-        if len(folders) > 1:  # one class alone cannot be told from others
-            seen[root.resolve()] = root
-            inside(root, left_out)
-            left_out |= dict.fromkeys(beside, BESIDE)
-            self.classes = [shown(path.name) for path in folders]
-            starts = {path: k for k, path in enumerate(folders)}
-        for start in starts:
-            seen.setdefault(start.resolve(), start)
-        for start, label in starts.items():
-            paths = list(images_in(start, left_out, seen))
-            if not paths and label >= 0:
-                raise InvalidArgument(
-                    f"--data has no images in {start}. Add some, or remove this folder."
-                )
-            self.imgs += [(path, label) for path in paths]
-        self.targets = [label for _, label in self.imgs]
+    def __init__(self, root: Path, paths: list[Path]):
+        tops = {path: path.relative_to(root).parts[0] for path in paths if root in path.parents}
+        names = sorted({top for path, top in tops.items() if path.name != top})
+        if len(names) > 1:
+            labels = {name: k for k, name in enumerate(names)}
+        else:  # one class alone cannot be told from others
+            labels, names = dict.fromkeys(tops.values(), -1), []
+        self.classes = [shown(name) for name in names]
+        self.imgs = [path for path, top in tops.items() if top in labels]
+        self.targets = [labels[tops[path]] for path in self.imgs]
 
     def __len__(self):
         return len(self.imgs)
 
     def __getitem__(self, k):
-        path, label = self.imgs[k]
-        return Image.open(path), label
+        return Image.open(self.imgs[k]), self.targets[k]
 
 
-def inside(folder: Path, left_out: dict) -> tuple[list, list]:
-    """List the folders and the files in a folder. Hidden ones are left out."""
-    folders, files = [], []
+def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
+    """List the files in a folder, at any depth, that Pillow may open.
+    left_out gets the reason for each of the others. Links to what is read anyway, in the folder
+    home, are not followed, nor those that lead in a circle."""
+    paths = []
     for path in sorted(folder.iterdir()):
+        real = path.resolve()
         if path.name[0] == ".":
             left_out[path] = "are hidden"
         elif path.is_dir():
-            folders.append(path)
-        else:
-            files.append(path)
-    return folders, files
-
-
-def images_in(folder: Path, left_out: dict, seen: dict) -> Iterator[Path]:
-    """Yield the files in a folder, at any depth, that Pillow may open.
-    left_out gets the reason for each of the others. seen has the place of each folder that was met,
-    so that links which lead in a circle are followed once."""
-    if seen.setdefault(folder.resolve(), folder) != folder:
-        left_out[folder] = "are links to what is read elsewhere"
-        return
-    folders, files = inside(folder, left_out)
-    for path in files:
-        if path.is_file() and ENDINGS.get(path.suffix.lower()) in Image.OPEN:
-            yield path
+            above = folder.resolve().is_relative_to(real)
+            if real in seen or above or (path.is_symlink() and real.is_relative_to(home)):
+                left_out[path] = "are links to what is read elsewhere"
+                continue
+            seen.add(real)
+            inner = find(path, home, seen, left_out)
+            if not inner:
+                left_out[path] = "have no images"
+            paths += inner
+        elif path.is_file() and ENDINGS.get(path.suffix.lower()) in Image.OPEN:
+            paths.append(path)
         else:
             left_out[path] = "do not end as names of images do"
-    for inner in folders:
-        yield from images_in(inner, left_out, seen)
+    return paths
 
 
-def places_of(folder: Path) -> list[Path]:
+def places_of(folder: Path, paths: list[Path]) -> list[Path]:
     """Find the folder to train on and the one to test on, if there are any, by their names.
     Otherwise the folder itself is the only place. What could be either is an error."""
-    found, others = [], []
-    folders, _ = inside(folder, {})
-    for path in folders:
-        words = re.findall("[a-z]+", path.name.lower())
-        ranks = [rank for rank, word in enumerate(TRAIN + TEST) if word in words]
-        if ranks:
-            found.append((ranks[0], path))
-        elif any(images_in(path, {}, {})):
-            others.append(path)
-    named = [path for _, path in sorted(found)]
-    to_train = sum(rank < len(TRAIN) for rank, _ in found)
+    depths, ranks = {}, {}
+    for path in paths:
+        parts = path.relative_to(folder).parts
+        if len(parts) > 1:
+            depths[parts[0]] = max(len(parts), depths.get(parts[0], 0))
+    for name in depths:
+        words = re.findall("[a-z]+", name.lower())
+        found = [rank for rank, word in enumerate(TRAIN + TEST) if word in words]
+        if found:
+            ranks[name] = found[0]
+    named, others = sorted(ranks, key=ranks.get), sorted(depths.keys() - ranks)
+    to_train = sum(rank < len(TRAIN) for rank in ranks.values())
     if to_train == 1 and not others:
-        return named[:2]
-    have_classes = any(inside(path, {})[0] for path in named)
-    have_both = 0 < to_train < len(named)
-    are_classes = others and not have_classes and not have_both
-    if are_classes or not named:
+        return [folder / name for name in named[:2]]
+    are_flat = all(depths[name] == 2 for name in named)  # so they have no classes
+    if not named or (others and are_flat and to_train in (0, len(named))):
         return [folder]
-    names = some([path.name for path in named], "/")
-    beside = some([path.name for path in others], "/") or "nothing"
     raise InvalidArgument(
-        f"--data is {folder}, where {names} may be classes or parts of a split, with {beside} "
-        "beside them. Expected is one folder to train on, and others to test on, such as train/ "
-        "and test/. If these are classes, give them other names. Otherwise move the rest away."
+        f"--data is {folder}, where {some(named)} may be classes or parts of a split, with "
+        f"{some(others) or 'nothing'} beside them. Expected is one folder to train on, and others "
+        "to test on, such as train/ and test/. If these are classes, give them other names. "
+        "Otherwise move the rest away."
     )
 
 
 def from_folder(folder: Path) -> tuple:
     """Find the images of a folder, or of folders such as train/ and test/ in it.
     → sets, classes, a sentence on the split. Without a folder to test on, that set is None."""
-    places, left_out = places_of(folder), {}
-    real = folder.resolve()
-    seen = dict.fromkeys(real.parents) | {real: folder}
-    if places != [folder]:
-        folders, files = inside(folder, left_out)
-        others = [path for path in folders if path not in places]
-        left_out |= dict.fromkeys(others + files, BESIDE)
-    sets = [Folder(place, left_out, seen) for place in places]
+    left_out = {}
+    paths = find(folder, folder.resolve(), set(), left_out)
+    places = places_of(folder, paths)
+    sets = [Folder(place, paths) for place in places]
+    read = {path for part in sets for path in part.imgs}
+    left_out |= dict.fromkeys([path for path in paths if path not in read], BESIDE)
     for reason in sorted(set(left_out.values())):
         names = [path.relative_to(folder) for path, why in left_out.items() if why == reason]
         message = f"In {folder}, {len(names)} files or folders are left out, as they {reason}"
@@ -413,7 +393,7 @@ def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
                 square = ImageOps.fit(colours_of(picture), (size, size))
             return T.pil_to_tensor(square), label
         except Exception as error:  # broken files raise exceptions of many types
-            return None, f"{dataset.imgs[k][0]} ({error})"
+            return None, f"{dataset.imgs[k]} ({error})"
 
     images = torch.empty(len(index), 3, size, size, dtype=torch.uint8)
     labels, broken = [], []

@@ -86,8 +86,7 @@ def tolerance(z: Tensor, labels: Tensor) -> Tensor:
 def check_finite(**given: Tensor) -> None:
     """Raise an error that names the features which have NaN or inf."""
     for name, x in given.items():
-        finite = x.isfinite().all(1)
-        if not finite.all():
-            rows = f"{int((~finite).sum())} of {len(x)} rows"
-            reason = f"{name} has NaN or inf in {rows}. Features have to be finite."
+        bad = (~x.isfinite()).any(1).sum()
+        if bad:
+            reason = f"{name} has NaN or inf in {bad} of {len(x)} rows. They have to be finite."
             raise hardneg.NotFinite(f"{reason} If an encoder made them, try a lower lr.")

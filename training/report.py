@@ -194,11 +194,10 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     path = options.out / runs.PAGE
     try:
         runs.write(path, page_of(options, encoder, images, results).encode())
-    except Exception as error:  # drawing takes names and numbers of any kind
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"{path} cannot be drawn ({reason}). The results are complete.", stacklevel=1)
-    else:
         print(f"The pictures are in {shown(path)}")
+    except Exception as error:  # drawing takes names and numbers of any kind
+        message = f"{path} cannot be drawn ({type(error).__name__}: {error})."
+        warnings.warn(f"{message} The results are complete.", stacklevel=1)
 
 
 def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) -> str:
@@ -217,9 +216,8 @@ def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) ->
     table = []
     for line in cells(rows_of(results)):
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
-    name = shown(Path(results["data"]).resolve().name)
     return PAGE.substitute(
-        title=html.escape(f"{results['loss']} on {name}"),
+        title=html.escape(f"{results['loss']} on {shown(Path(results['data']).resolve().name)}"),
         summary=f"{results['epochs']} epochs of {results['method']} "
         f"took {results['seconds']:.0f} seconds.",
         table="".join(table),

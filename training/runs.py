@@ -108,10 +108,10 @@ def finished(options) -> dict | None:
 
 def require_same(folder: Path, was: dict, now: dict) -> None:
     """Raise an error if the run in a folder had other options."""
+    places = {Path(str(options.get("data"))).resolve() for options in (was, now)}
+    if len(places) == 1:  # one folder, perhaps written in two ways
+        was = was | {"data": now.get("data")}
     changed = [name for name in was | now if was.get(name) != now.get(name)]
-    places = [Path(str(options.get("data"))).resolve() for options in (was, now)]
-    if "data" in changed and places[0] == places[1]:  # one folder, written in two ways
-        changed.remove("data")
     if changed:
         flags = ", ".join(f"{flag_of(name)} was {was.get(name)}" for name in changed)
         raise hardneg.InvalidArgument(
@@ -123,8 +123,8 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
 def restore(training: hardneg.Training, options) -> dict:
     """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
     n, size = len(training.images), training.images.shape[-1]
-    pixels = training.images.cpu().contiguous().numpy()
-    now = {"images": n, "size": size, "content": zlib.crc32(pixels)}
+    content = zlib.crc32(training.images.cpu().numpy())
+    now = {"images": n, "size": size, "content": content}
     if options.overwrite:
         for name in (CHECKPOINT, RESULTS, PAGE):
             (options.out / name).unlink(missing_ok=True)
