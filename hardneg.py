@@ -421,6 +421,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
 
 # cost: that of two unit rows, from their cosine; d² = ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
 # A cost and its gradient must be finite for cosines from −2, which stands for masked, to 1 + 1e-6.
+# Over the smallest ε it must stay below 1e20, since more would count as masked.
 COSTS = {
     "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
     "exp": lambda cosines: torch.exp(2 - 2 * cosines),  # e^{d²}
@@ -440,7 +441,6 @@ def transported(
     # a masked logit becomes a cosine of −2, where costs are finite, and `uniform` masks it again
     cosines = t * logits.clamp_min(-2 / t)
     log_kernel = COSTS[cost](cosines) / -epsilon
-    log_kernel = log_kernel.clamp_min(FAR / 10)  # a high cost must not count as masked
     return log_kernel + potential + uniform(logits)
 
 
@@ -480,14 +480,14 @@ def by_rule(logits, candidates, potential, t, options):
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
     weights (a, M) of positives. A positive gets the weight of a candidate with the same logit,
-    without a potential."""
+    without a potential. The last two are for debiasing, and None without it."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled":
         log_w = torch.log_softmax(log_w, -1) + n.log().clamp_min(MASKED)[:, None]
     if anchors.log_weights is not None:
         log_w = log_w + anchors.log_weights
     if options["tau_plus"] == 0:
-        return log_w, None, None  # the others are for debiasing alone
+        return log_w, None, None
     log_total = n.clamp_min(1).log()
     if options["mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
