@@ -50,16 +50,16 @@ References
 from __future__ import annotations
 
 # mypy: ignore-errors
+import contextlib
 import difflib
 import functools
 import inspect
-import itertools
 import math
 import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints, overload
+from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints
 
 import torch
 from torch import Tensor, distributed, nn
@@ -203,36 +203,17 @@ class Options(TypedDict, total=False):
     ]
 
 
-class Call(Options, total=False):
-    """What a call can be given: options, and the arguments that `contrastive_loss` explains."""
-
-    negatives: Tensor | None
-    positive_index: Tensor | None
-    negative_mask: Tensor | None
-    log_weights: Tensor | None
-    labels: Tensor | None
-    group: distributed.ProcessGroup | None
-
-
-@overload
 def contrastive_loss(
-    *views: Tensor, return_stats: Literal[False] = False, **call: Unpack[Call]
-) -> Tensor: ...
-@overload
-def contrastive_loss(
-    *views: Tensor, return_stats: Literal[True], **call: Unpack[Call]
-) -> tuple[Tensor, dict[str, Tensor]]: ...
-def contrastive_loss(
-    *views,
-    negatives=None,
-    positive_index=None,
-    negative_mask=None,
-    log_weights=None,
-    labels=None,
-    group=None,
-    return_stats=False,
-    **options,
-):
+    *views: Tensor,
+    negatives: Tensor | None = None,
+    positive_index: Tensor | None = None,
+    negative_mask: Tensor | None = None,
+    log_weights: Tensor | None = None,
+    labels: Tensor | None = None,
+    group: distributed.ProcessGroup | None = None,
+    return_stats: bool = False,
+    **options: Unpack[Options],
+):  # the type of the result depends on return_stats, which would need overloads
     """Compute any of the losses on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
     If tau_plus is above 0, debiasing subtracts the false negatives that are to be expected.
@@ -277,7 +258,7 @@ def contrastive_loss(
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
     _check_call(options, views, given)
-    with torch.autocast(views[0].device.type, enabled=False):
+    with _autocast_off(views[0].device.type):
         anchors, shared = _line_up(options, views, given)
         if "potential" in takes(options["weight_function"]):
             shared = shared._replace(
@@ -288,8 +269,7 @@ def contrastive_loss(
             # a NaN in a masked row can leave the loss finite, and make the gradient NaN
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
-            for i, view in enumerate(views):
-                _check_finite(f"views[{i}]", view)
+            _check_finite("views", anchors.scaled if negatives is None else torch.cat(views))
         if return_stats:
             return value, _statistics(anchors, shared, options)
         return value
@@ -297,19 +277,21 @@ def contrastive_loss(
 
 class _Answers(NamedTuple):
     losses: Tensor  # (a,), 0 where an anchor has no positive
-    lacking: Tensor  # (3,), how many anchors have no positive, have no candidate, are clamped
+    lacking: list  # how many anchors have no positive, have no candidate, are clamped
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
-    clamped: Tensor  # (a,), True where debiasing leaves no more than its floor
 
 
 def answer(anchors, shared, options):
     """Answer the three questions for some anchors, each from its own row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice."""
     # 1. Who could be a negative?
-    pos, neg, more = who(anchors, shared, options)  # logits (a, M), (a, N)
-    n = _count(neg, anchors.own, more)  # N_i (a,)
+    pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
+    if shared.plain:
+        n = neg.new_full(neg.shape[:1], shared.n - anchors.own.shape[1])  # N_i (a,)
+    else:  # this takes a pass over neg
+        n = (neg > FAR).sum(1).to(neg.dtype)
 
     # 2. How much does each one count?
     through_weights = torch.is_grad_enabled() and not options["detach_weights"]
@@ -318,19 +300,24 @@ def answer(anchors, shared, options):
 
     # 3. What is done with them?
     given = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": shared.t}
-    clamped = torch.zeros_like(n, dtype=torch.bool)
+    lacking = [0, 0, 0]
     if "log_negatives" in takes(options["objective_function"]):
         log_negatives = log_sum(neg, log_w)  # (a,)
         if options["tau_plus"] != 0:
             found = debias(log_negatives, log_total, pos, log_w_pos, n, shared.t, options)
             log_negatives, clamped = found
+            lacking[2] = clamped.sum()
         given["log_negatives"] = log_negatives
     losses = _fill_in(options["objective_function"], given)
-    _check_result("objective", losses, neg.shape[:1])
-    no_positive = pos.amax(1) < FAR
-    losses = losses.to(n.dtype).masked_fill(no_positive, 0)
-    lacking = torch.stack([no_positive, n == 0, clamped]).sum(1)
-    return _Answers(losses, lacking, pos, neg, log_w, clamped)
+
+    # What is not counted below cannot be lacking.
+    if anchors.pos.shape[1] == 0:  # there is no other view
+        no_positive = pos.amax(1) < FAR
+        losses = losses.masked_fill(no_positive, 0)
+        lacking[0] = no_positive.sum()
+    if not shared.plain or shared.n <= anchors.own.shape[1]:
+        lacking[1] = (n == 0).sum()
+    return _Answers(losses, lacking, pos, neg, log_w)
 
 
 class ContrastiveLoss(nn.Module):
@@ -342,7 +329,7 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         self.options = resolve(self.given)  # to look at; a call does not use it
-        may_learn = nn.Parameter, nn.Module
+        may_learn = nn.Parameter | nn.Module
         self.learned = [name for name, x in self.given.items() if isinstance(x, may_learn)]
         for name in self.learned:
             setattr(self, name, self.given[name])  # so that it is trained, moved and saved
@@ -482,13 +469,15 @@ def weigh(pos, neg, n, anchors, shared, options):
     weights (a, M) of positives. A positive gets the weight of a candidate with the same logit,
     without a potential. The last two are for debiasing, and None without it."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
+    if options["mean"] == "scaled" or options["tau_plus"] != 0:
+        log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
     if options["mean"] == "scaled":
-        log_w = torch.log_softmax(log_w, -1) + n.log().clamp_min(MASKED)[:, None]
+        log_w = torch.log_softmax(log_w, -1) + log_n[:, None]
     if anchors.log_weights is not None:
         log_w = log_w + anchors.log_weights
     if options["tau_plus"] == 0:
         return log_w, None, None
-    log_total = n.clamp_min(1).log()
+    log_total = log_n
     if options["mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
     log_w_pos = None
@@ -499,7 +488,8 @@ def weigh(pos, neg, n, anchors, shared, options):
 
 def takes(function):
     """List the names of a function's parameters."""
-    code = inspect.unwrap(function).__code__  # inspect.signature would take thirty times as long
+    # inspect.signature would take thirty times as long
+    code = getattr(function, "__wrapped__", function).__code__
     return code.co_varnames[: code.co_argcount]
 
 
@@ -531,13 +521,14 @@ def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     It is 0 without negatives. Limits for one positive, uniform weights and τ⁺ = 0: as t → 0,
     t · nce becomes half of `triplet` on `hardest` with η = 0. As t → ∞, nce becomes
     log(1 + N) + N/(1 + N)/t · `simple`. Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
-    return -F.logsigmoid(log_sum(pos) - log_negatives)
+    # softplus(x) is log(1 + e^x), and x above the threshold, where both are the same
+    return F.softplus(log_negatives - log_sum(pos), threshold=40)
 
 
 def each(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` of each positive alone: −1/M Σ_m log( e^{p_m} / (e^{p_m} + negatives) ).
     Ref: [1] Eq. 2, as printed"""
-    losses = -F.logsigmoid(pos - log_negatives[:, None])  # (a, M)
+    losses = F.softplus(log_negatives[:, None] - pos, threshold=40)  # (a, M)
     return _mean(losses, uniform(pos))
 
 
@@ -576,7 +567,9 @@ def own_objective(pos, neg, log_w, objective):
     """Judge by a function of the user's. It gets copies, so that masked logits have no gradient."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
-    return objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
+    losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
+    _check_result("objective", losses, neg.shape[:1])
+    return losses.to(neg.dtype)
 
 
 def _mean(x, log_w):
@@ -611,7 +604,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)  # any finite number below 0
-    rest = log_mean + torch.log(-torch.expm1(gap)) - torch.log1p(-tau_plus)
+    rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
     return torch.where(clamped, floor, rest), clamped
@@ -620,8 +613,9 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. It returns the
     result (a,), and a boolean tensor (a,) that is True where the floor of `published` holds."""
-    log_mean_pos = pos[:, 0]  # log E⁺
-    if log_w_pos is not None:
+    if log_w_pos is None:
+        log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
+    else:
         # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So if
         # `top` drops every positive, those that are present share the weight equally.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
@@ -630,9 +624,7 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     tau_plus = options["tau_plus"]
     tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
     log_mean, clamped = published(log_mean, log_mean_pos, tau_plus, t)
-    has_negatives = log_negatives > FAR
-    log_negatives = torch.where(has_negatives, log_mean + log_total, log_negatives)
-    return log_negatives, clamped & has_negatives
+    return log_mean + log_total, clamped & (log_negatives > FAR)
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
@@ -670,7 +662,7 @@ class _Anchors(NamedTuple):
 class _Shared(NamedTuple):
     """What all anchors share."""
 
-    t: Tensor  # ()
+    t: Tensor | float  # (), if it is a tensor
     n: int  # N
     candidates: Tensor | None = None  # (N, D), if anchors do not have candidates of their own
     candidate_labels: Tensor | None = None  # (N,)
@@ -678,6 +670,7 @@ class _Shared(NamedTuple):
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
     batch: bool = False  # the candidates are the views, so the logits of all are symmetric
+    plain: bool = False  # nothing is masked but `own`, which has no −1
 
 
 def _line_up(options, views, given):
@@ -685,9 +678,11 @@ def _line_up(options, views, given):
     negatives, positive_index, labels, mask, log_weights, group = given
     project = unit if options["normalize"] else _upcast
     b, v = len(views[0]), len(views)
-    z = project(torch.cat(views))  # (V·B, D)
+    a = v * b
+    z = project(torch.cat(views))  # (A, D)
     t = options["temperature"]
-    t = t.to(z).view(()) if torch.is_tensor(t) else z.new_full((), t)  # its gradient needs 32 bits
+    if torch.is_tensor(t):
+        t = t.to(z).view(())  # its gradient needs 32 bits
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
     # first view alone has anchors. Then no candidate shows the anchor's own sample, unless
@@ -697,19 +692,18 @@ def _line_up(options, views, given):
         anchors, candidates = z / t, gather(z, group)
         positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
         # all views of sample i stand in columns i, i + B, i + 2·B, … from the first of this rank
-        first = 0 if group is None else distributed.get_rank(group) * len(z)
-        columns = torch.arange(first, first + len(z), device=z.device)
-        own = columns.view(v, b).T.expand(v, b, v).reshape(-1, v)  # (A, V)
+        columns = torch.arange(2 * a, device=z.device) % a
+        own = columns.as_strided((a, v), (1, b))  # (A, V)
+        if group is not None:
+            own = own + distributed.get_rank(group) * a
     else:
         anchors, *positives = z.split(b)
         anchors, candidates = anchors / t, project(negatives.to(z.dtype))
-        own = torch.full((b, 1), -1, device=z.device)
+        own = torch.empty(b, 0, dtype=torch.long, device=z.device)
     if positive_index is not None:
         own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
-    if v > 1:
-        pos = torch.stack([(anchors * x).sum(1) for x in positives], 1)  # (A, M)
-    else:
-        pos = anchors[:, :0]  # `who` finds the positives among the candidates
+    products = [(anchors * x).sum(1, keepdim=True) for x in positives]  # (A, 1) each
+    pos = products[0] if v == 2 else torch.cat([anchors[:, :0], *products], 1)  # (A, M)
 
     # What is known of pairs
     candidate_labels = None
@@ -732,8 +726,12 @@ def _line_up(options, views, given):
     by_index = v == 1 and positive_index is not None
     by_label = options["by_label"] or (v == 1 and positive_index is None)
     by_label = by_label and labels is not None
+    plain = mask is None and labels is None and positive_index is None
+    plain = plain and not _has_margin(options)
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
-    return known, _Shared(t, n, candidates, candidate_labels, None, by_index, by_label, in_batch)
+    return known, _Shared(
+        t, n, candidates, candidate_labels, None, by_index, by_label, in_batch, plain
+    )
 
 
 def _each_once(index):
@@ -746,7 +744,7 @@ def _each_once(index):
 
 def who(anchors, shared, options):
     """Answer question 1: logits of positives (a, M) and of candidates (a, N), MASKED if they do not
-    count, and whether more is masked than the columns `own`."""
+    count."""
     if anchors.negatives is None:
         neg = anchors.scaled @ shared.candidates.T  # (a, N)
     else:
@@ -758,44 +756,36 @@ def who(anchors, shared, options):
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
-        _drop_(of_label, anchors.own)
+        with torch.no_grad():
+            _drop_(of_label, anchors.own, shared.batch)
         pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
-    return pos, neg, _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
+    _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
+    return pos, neg
 
 
 @torch.no_grad()
 def _mask_(neg, pos, anchors, shared, options):
-    """Mask the logits (a, N) of what is no negative, in place → whether it masks more than `own`.
+    """Mask the logits (a, N) of what is no negative, in place.
     Autograd does not see this change. It is safe under two rules. First, no operation before this
     may have saved neg for its backward pass, as neg.square() would. Second, whatever comes after
     this must have no gradient at masked logits. A softmax has none, and other functions have to
     fill them first."""
-    # To add an option that masks, mask here and set more. If it can mask i for j but not j for i,
-    # name it in `symmetric` of `_couple`, too.
-    more = False
-    _drop_(neg, anchors.own)
+    # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
+    # for j but not j for i, name it in `symmetric` of `_couple`, too.
+    _drop_(neg, anchors.own, shared.batch)
     if anchors.mask is not None:
         neg.masked_fill_(~anchors.mask, MASKED)
-        more = True
     if anchors.labels is not None:
         neg.masked_fill_(anchors.labels[:, None] == shared.candidate_labels, MASKED)
-        more = True
     if _has_margin(options):
         limit = _limit(shared.t * pos.amax(1, keepdim=True), options)  # amax skips absent ones
         neg.masked_fill_(neg > limit / shared.t, MASKED)
-        more = True
-    return more
 
 
-def _count(neg, own, more):
-    """Count the candidates that each anchor has left: N_i (a,)."""
-    n = (neg > FAR).sum(1) if more else neg.shape[1] - (own >= 0).sum(1)  # saves a pass over neg
-    return n.to(neg.dtype)
-
-
-@torch.no_grad()
-def _drop_(x, own):
-    """Mask the columns own (A, any number) of each row of x, in place. −1 must change nothing."""
+def _drop_(x, own, batch):
+    """Mask the columns own (A, any number) of each row of x, in place. −1 changes nothing."""
+    if batch:  # there is no −1
+        return x.scatter_(1, own, MASKED)
     values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)  # min(x, INF) is x
     x.scatter_reduce_(1, own.clamp_min(0), values, "amin")
 
@@ -818,7 +808,7 @@ def _statistics(anchors, shared, options):
     """Compute the figures of return_stats."""
     some = anchors.of(slice(max(1, 2**20 // shared.n)))
     found = answer(some, shared, options)
-    n = (found.neg > FAR).sum(1)
+    n = (found.neg > FAR).sum(1).to(found.neg.dtype)
     # NaN stands for what is absent, which nanmean leaves out
     positive = torch.where(found.pos > FAR, shared.t * found.pos, math.nan)
     negative = torch.where(found.neg > FAR, shared.t * found.neg, math.nan)
@@ -826,12 +816,12 @@ def _statistics(anchors, shared, options):
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
     size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
     return {
-        "clamped": found.clamped.to(size.dtype).mean(),
+        "clamped": (0 * n[0] + found.lacking[2]) / len(n),
         "ess": (size / n).nanmean(),
         "positive": positive.nanmean(),
         "negative": negative.nanmean(),
         "spread": deviation.square().nanmean(1).nanmean().sqrt(),
-        "candidates": n.to(size.dtype).mean(),
+        "candidates": n.mean(),
     }
 
 
@@ -919,7 +909,6 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    anchors = anchors._replace(log_weights=None)  # they are added after the coupling
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -968,22 +957,22 @@ def mine(
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, 16 MB or 64 rows."""
     n, size, device = len(queries), len(documents), queries.device
-    _check_tensor("queries", queries, "floating", ("n", "D"))
-    _check_tensor("documents", documents, "floating", ("N", queries.shape[1]))
+    _check_tensor("queries", queries, "float", ("n", "D"))
+    _check_tensor("documents", documents, "float", ("N", queries.shape[1]))
     _check_number("k", k, 1)
     _check_number("skip", skip, 0)
     if positives is None:
         if n > size:
             raise InvalidArgument(f"documents has {size} rows for {n} queries. Give positives=.")
         positives = torch.arange(n, device=device)
-    _check_tensor("positives", positives, "whole", (n,), (n, "P"))
+    _check_tensor("positives", positives, "int", (n,), (n, "P"))
     _check_rows("positives", positives, size)
     positives = torch.as_tensor(positives, device=device).view(n, -1)
     _check_tensor("labels", labels, None, (size,))
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
 
-    with torch.autocast(device.type, enabled=False):
+    with _autocast_off(device.type):
         project = unit if normalize else _upcast
         queries = project(queries)
         documents = project(documents).to(queries.dtype)
@@ -1018,7 +1007,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     With log_w = tilted(logits, β) it prefers hard negatives. First set the logits of an anchor's
     own rows to −1e30. Then use a loss with uniform weights. A row with fewer than k negatives is
     an error."""
-    _check_tensor("log_w", log_w, "floating", ("A", "N"))
+    _check_tensor("log_w", log_w, "float", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
     if _may_read(log_w):
@@ -1048,21 +1037,23 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 def _evaluate(anchors, shared, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
+    a = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
         # losses are summed here already, so edit those of single anchors in `answer`
         value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
         value, lacking = answer(anchors, shared, options)[:2]
-    if _may_read(lacking):
-        _warn_of(lacking.tolist(), len(anchors.scaled), options)
+    if _may_read(value):
+        lacking = [int(x) for x in lacking]
+        _warn_of(lacking, a, options)
     if options["reduction"] == "none":
         return value
-    value, count = value.sum(), len(anchors.scaled) - lacking[0]  # of anchors with a positive
+    value, count = value.sum(), a - lacking[0]  # of anchors with a positive
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
-        value = value / count.clamp_min(1)
+        value = value / (count + (count == 0))  # 0 if no anchor has a positive
     return value
 
 
@@ -1080,6 +1071,8 @@ def _warn_of(lacking, a, options):
 
 def _block_size(anchors, shared, options):
     """Choose the number of anchors in a block. 0 takes all at once."""
+    if torch._C._are_functorch_transforms_active():  # torch.func has gradients of its own
+        return 0
     if options["block_size"] is not None:
         return options["block_size"]
     at_once = 2**18 if anchors.scaled.device.type == "cpu" else 2**23
@@ -1092,8 +1085,6 @@ def _in_blocks(anchors, shared, options, size):
     """Compute the losses of all anchors (A,), or their sum, and what they lack, block by block.
     A sum gets its gradient at once, while the matrix of a block is in memory. For "none" the
     backward pass computes each block again."""
-    if torch._C._are_functorch_transforms_active():  # torch.func has gradients of its own
-        return answer(anchors, shared, options)[:2]
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
     ones = torch.ones_like(anchors.scaled[:, 0])
@@ -1112,10 +1103,10 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     """Compute losses (A,), what they lack, and the gradient of grad_losses · losses, by blocks.
     None if a function of the user's learns something, whose gradient this would not see."""
     # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
-    losses, lacking = torch.empty_like(anchors.scaled[:, 0]), 0
+    losses, lacking = torch.empty_like(anchors.scaled[:, 0]), [0, 0, 0]
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
     # a backward pass may run this under the caller's autocast
-    off = torch.autocast(losses.device.type, enabled=False)
+    off = _autocast_off(losses.device.type)
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
@@ -1124,7 +1115,8 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             found = answer(some, everyone, options)
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
-            losses[rows], lacking = found.losses.detach(), lacking + found.lacking
+            losses[rows] = found.losses.detach()
+            lacking = [a + b for a, b in zip(lacking, found.lacking, strict=True)]
             if grad_losses is not None and found.losses.requires_grad:
                 found.losses.backward(grad_losses[rows])
                 for gradient, x in zip(of_anchors, _learned(some), strict=True):
@@ -1186,7 +1178,7 @@ def _uncompiled(function, *arguments):
 def _over_ranks(value, count, group):
     """Sum over ranks. A rank's rows get the gradients of the parts of all ranks, by `gather`. DDP
     then divides them by the number of ranks, so each part is multiplied by that number here."""
-    totals = torch.stack([value.detach(), count])
+    totals = torch.stack([value.detach(), torch.zeros_like(value) + count])
     distributed.all_reduce(totals, group=group)
     part = distributed.get_world_size(group) * value
     return totals[0] + (part - part.detach()), totals[1]
@@ -1234,11 +1226,17 @@ def unit(x: Tensor) -> Tensor:
     Those of a row that is not 0 must not all underflow."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, 1)
+    return x / (norm + (norm == 0))
+
+
+def _autocast_off(device):
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _upcast(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
@@ -1247,6 +1245,8 @@ def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
         if x.shape[dim] == 1:
             return x.squeeze(dim)
         y = x.new_zeros(())
+    if torch._C._are_functorch_transforms_active():  # torch.func has gradients of its own
+        return torch.logsumexp(x + y, dim)
     return _LogSum.apply(x, y, dim)[0]
 
 
@@ -1254,19 +1254,15 @@ class _LogSum(torch.autograd.Function):
     """Compute log Σ e^{x + y} and the shares e^{x + y} / Σ, faster than torch.logsumexp."""
 
     @staticmethod
-    def forward(x, y, dim):
+    def forward(ctx, x, y, dim):
         total = x + y
         largest = total.amax(dim)
         # softmax is one fused pass, in place, and its largest share is 1 / Σ e^{total − largest}
         shares = torch.softmax(total, dim, out=total)
-        return largest - shares.amax(dim).log(), shares
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # torch.func needs it apart from `forward`
-        x, y, ctx.dim = inputs
-        ctx.shapes = x.shape, y.shape
+        ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])  # an output, so that it has second derivatives
+        ctx.save_for_backward(shares)  # an output, so that it has second derivatives
+        return largest - shares.amax(dim).log(), shares
 
     @staticmethod
     def backward(ctx, grad_sum, grad_shares):
@@ -1276,10 +1272,6 @@ class _LogSum(torch.autograd.Function):
             gradient = gradient + grad_shares - (grad_shares * shares).sum(ctx.dim, keepdim=True)
         grad_total = shares * gradient
         return *(grad_total.sum_to_size(shape) for shape in ctx.shapes), None
-
-
-# torch looks the signature up in each call, which takes a tenth of the time of a small loss
-_LogSum.forward.__signature__ = inspect.signature(_LogSum.forward)
 
 
 def _may_read(x):
@@ -1342,15 +1334,15 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 def resolve(given):
     """Check the options of a call, and fill in those that are left open. Then add both entries of
     the rows of WEIGHTS and OBJECTIVES that they choose."""
-    loss = given.get("loss", DEFAULTS["loss"])
-    _check_option("loss", loss)
-    of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[loss], strict=True)
-    options = DEFAULTS | dict(of_loss)
+    options = DEFAULTS | given
     for name, value in given.items():
         if name not in DEFAULTS:
             raise TypeError(f"there is no option {name!r}{_nearest(name, DEFAULTS)}")
-        _check_option(name, value)
-        if value is not None:  # None leaves it to the loss
+        if value is not None or DEFAULTS[name] is not None:
+            _check_option(name, value)
+    of_loss = PRESETS[options["loss"]]
+    for name, value in zip(("weights", "objective", "tau_plus"), of_loss, strict=True):
+        if options[name] is None:
             options[name] = value
     weights, objective = options["weights"], options["objective"]
     row = (own_rule, "any") if callable(weights) else WEIGHTS[weights]
@@ -1372,14 +1364,12 @@ def _nearest(name, known):
 
 def _check_option(name, value):
     allowed = ALLOWED[name]
-    if callable(value) and name in ("weights", "objective"):
-        return
-    if value is None and DEFAULTS[name] is None:
-        return
-    if name == "temperature" and torch.is_tensor(value) and value.numel() == 1:  # may be learned
-        value = value.item() if _may_read(value) else 1.0
     if isinstance(allowed, list):
-        _check_number(name, value, allowed[0], allowed[1])
+        if name == "temperature" and torch.is_tensor(value) and value.numel() == 1:
+            value = value.item() if _may_read(value) else 1.0
+        _check_number(name, value, *allowed)
+    elif callable(value) and name in ("weights", "objective"):
+        return
     elif not (isinstance(value, (str, bool)) and value in allowed):
         _require(False, name, _describe(value), _words_of(allowed) + _nearest(value, allowed))
 
@@ -1404,7 +1394,7 @@ def _check_call(options, views, given):
     shape = "B", "D"
     for i, view in enumerate(views):
         hint = "; labels go in labels="
-        _check_tensor(f"views[{i}]", view, "floating", shape, hint=hint)
+        _check_tensor(f"views[{i}]", view, "float", shape, hint=hint)
         shape = view.shape
     is_group = group is None or isinstance(group, distributed.ProcessGroup)
     _require(is_group, "group", repr(group), "a process group of torch.distributed")
@@ -1427,10 +1417,10 @@ def _check_call(options, views, given):
         _check_tensor(
             "labels", labels, None, (b + k,), hint=f" for {b} samples and {k} rows of negatives"
         )
-    _check_tensor("positive_index", positive_index, "whole", (b,), (b, "P"))
+    _check_tensor("positive_index", positive_index, "int", (b,), (b, "P"))
     _check_rows("positive_index", positive_index, n)
-    _check_tensor("negative_mask", mask, "boolean", (a, n), (n,))
-    _check_tensor("log_weights", log_weights, "floating", (a, n), (n,))
+    _check_tensor("negative_mask", mask, "bool", (a, n), (n,))
+    _check_tensor("log_weights", log_weights, "float", (a, n), (n,))
 
 
 def _check_ranks(views, group):
@@ -1451,7 +1441,7 @@ def _check_ranks(views, group):
 def _check_negatives(negatives, views, options, labels, group):
     """Check negatives (K, D) or (B, K, D) → K."""
     b, d = views[0].shape
-    _check_tensor("negatives", negatives, "floating", ("K", d), (b, "K", d))
+    _check_tensor("negatives", negatives, "float", ("K", d), (b, "K", d))
     if negatives.ndim == 3:
         if labels is not None or "potential" in takes(options["weight_function"]):
             raise InvalidArgument(
@@ -1472,22 +1462,23 @@ def _check_tensor(name, x, kind, *shapes, hint=""):
     """Check a tensor, if it is given. A shape has lengths, or letters for any length above 0."""
     if x is None and not hint:
         return
-    if kind != "floating":  # an index, say, may be a list
+    if kind != "float":  # an index, say, may be a list
         try:
             x = torch.as_tensor(x)
         except (TypeError, ValueError, RuntimeError):  # of words, say, or of unequal lengths
             pass
     fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
     if fits and kind is not None:
-        fits = {"floating": "float", "boolean": "bool", "whole": "int"}[kind] in str(x.dtype)
-    sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
-    words = f"{kind or ''} tensor".strip()
-    _require(fits, name, _describe(x), f"a {words} {sizes}{hint}")
+        fits = kind in str(x.dtype)
+    if not fits:
+        sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
+        kinds = f" of {kind}s" if kind else ""
+        _require(False, name, _describe(x), f"a tensor {sizes}{kinds}{hint}")
 
 
 def _is_like(shape, wanted):
-    sizes = itertools.zip_longest(shape, wanted)
-    return all(a == b or (isinstance(b, str) and a) for a, b in sizes)
+    fits = [a == b or (isinstance(b, str) and a) for a, b in zip(shape, wanted, strict=False)]
+    return len(shape) == len(wanted) and all(fits)
 
 
 def _check_rows(name, index, n):
@@ -1721,7 +1712,7 @@ class MemoryBank(nn.Module):
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
         """Move the rows at index (B,) towards embeddings z (B, D). No row may be named twice."""
-        _check_tensor("z", z, "floating", (len(index), self.rows.shape[1]))
+        _check_tensor("z", z, "float", (len(index), self.rows.shape[1]))
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
 

@@ -1740,7 +1740,9 @@ class TestInvalidArguments:
     NOTHING = "x", b"x", object(), [], {}, {1}, (), ["a", "b", "c", "d"], [[1], [1, 2]], 1j
     NOTHING += (math.nan, -INF, np.ones(3), torch.ones(0), torch.ones(2, 2, 2), torch.ones(7))
     NOTHING += (torch.tensor([1j] * 4), lambda: 0, slice(3), Mock)
-    NAMES = set(hardneg.Call.__annotations__) - {"normalize", "detach_weights", "block_size"}
+    NAMES = {*hardneg.DEFAULTS, "negatives", "positive_index", "negative_mask", "log_weights"}
+    NAMES |= {"labels", "group"}
+    NAMES -= {"normalize", "detach_weights", "block_size"}
 
     @pytest.mark.parametrize("name", sorted(NAMES))
     def test_twenty_wrong_things_are_named(self, name):
@@ -1801,7 +1803,7 @@ class TestInvalidArguments:
     def test_embeddings_are_finite(self, loss):
         """A masked row does not reach the value, but its gradient would be 0 · NaN."""
         masks = {"negative_mask": torch.tensor([True, False])}, {"positive_index": [1, 1, 1, 1]}
-        places = (0, "views[0]"), (5, "views[1]"), (9, "negatives")
+        places = (0, "views"), (5, "views"), (9, "negatives")
         for value, mask, (place, name) in itertools.product((math.nan, -INF), masks, places):
             x = embeddings(2, 10, 3)
             x[place, 1] = value
@@ -1951,7 +1953,7 @@ class TestRows:
                 assert f"{name} = {hardneg.DEFAULTS[name]!r}, " in words
                 assert " ".join(text.split()) in words and text.strip().endswith("."), name
         for name, default in hardneg.DEFAULTS.items():
-            hardneg._check_option(name, default)
+            hardneg.resolve({name: default})
 
 
 class TestWhatIsReadRuns:
