@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import hardneg
 from training import baselines, compare, flag_of, report, require, runs, shown
-from training.images import KNOWN, VIEWS, Images, read
+from training.images import KNOWN, TORCHVISION, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
 # a row if it loses more than a point on the shapes with hardneg's defaults.
@@ -42,7 +42,7 @@ TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier 
 #     default  None leaves it to TABLES, to the loss, or to the taker
 #     kind     a type, or the choices
 #     text     the sentence of --help
-#     of       the rules, objectives and methods that use it; empty if all do
+#     of       the rules, objectives, methods and data sets that use it; empty if all do
 #     limits   least and most
 # To add an option, add a row. Options of the loss get theirs from hardneg.Options.
 Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", ()))
@@ -89,7 +89,9 @@ FLAGS |= {
     "width": Flag("method", 8, int, "Channels of the generator; try more on a GPU", "diffhard"),
     "latent": Flag("method", 64, int, "Dimensions of a latent", "diffhard"),
     "data": Flag("images", "shapes", str, f"Images: {KNOWN}"),
-    "root": Flag("free", "data", str, "Folder to which torchvision downloads its data sets"),
+    "root": Flag(
+        "free", "data", str, "Folder to which torchvision downloads", " ".join(TORCHVISION)
+    ),
     "fraction": Flag("images", 1.0, float, "Share of each class to train on", "", (1e-9, 1)),
     "validation": Flag(
         "images",
@@ -122,10 +124,10 @@ BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out o
 
 
 def users_of(name: str) -> str:
-    """List the losses and methods that use an option, or nothing if all do."""
+    """List the losses, methods and data sets that use an option, or nothing if all do."""
     users = FLAGS[name].of.split()
     found = [loss for loss, row in hardneg.PRESETS.items() if {row[0], row[1]} & {*users}]
-    found += [method for method in METHODS if method in users]
+    found += [name for name in [*METHODS, *TORCHVISION] if name in users]
     return ", ".join(found)
 
 
@@ -153,9 +155,10 @@ class Options(argparse.Namespace):
         return {name: getattr(self, name) for name, flag in FLAGS.items() if flag.taker == taker}
 
     def has_effect(self, name: str) -> bool:
-        """Whether the loss or the method of this run uses an option."""
+        """Whether the loss, the method or the data of this run use an option."""
         users = FLAGS[name].of.split()
-        return not users or not {self.weights, self.objective, self.method}.isdisjoint(users)
+        chosen = {self.weights, self.objective, self.method, self.data}
+        return not users or not chosen.isdisjoint(users)
 
     def of_the_run(self) -> dict:
         """List the options that have to stay the same if the run goes on after a stop."""
@@ -170,18 +173,17 @@ def parse(argv: list[str]) -> dict:
     parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
     parser.add_argument("--help-all", action="help", help="Explain all options")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--compare", nargs="+", **losses, help="Train with each of these losses, and compare them"
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="Runs of each loss (default 3)")
+    parser.add_argument("--seeds", type=int, help="Runs of each loss (default 3)")
     for name, flag in FLAGS.items():
         more = {"type": flag.kind, "metavar": getattr(flag.kind, "__name__", "").upper()}
         if flag.kind is bool:
             more = {"action": argparse.BooleanOptionalAction}
         elif not isinstance(flag.kind, type):
             more = {"choices": flag.kind}
-        if name == "alpha":
-            more |= {"nargs": "?"}  # without a number: the default
         known = [] if flag.default in (None, False) else [f"{flag.default}"]
         for table in TABLES:
             known += [f"{row[name]} for {of}" for of, row in table.items() if name in row]
@@ -190,7 +192,8 @@ def parse(argv: list[str]) -> dict:
         more["help"] = f"{flag.text}{users}{default}".replace("%", "%%")
         if name not in BRIEF and "--help-all" not in argv:
             more["help"] = argparse.SUPPRESS
-        parser.add_argument(flag_of(name), default=None, **more)
+        group = either if name == "loss" else parser
+        group.add_argument(flag_of(name), default=None, **more)
     return {name: x for name, x in vars(parser.parse_args(argv)).items() if x is not None}
 
 
@@ -309,14 +312,14 @@ def main(argv: list[str] | None = None) -> None:
 
 def act(given: dict) -> None:
     """Check the options of a command, then do what it asks for."""
-    several, both = {"compare", "seeds"} & given.keys(), {"compare", "loss"} <= given.keys()
-    if both:
-        raise hardneg.InvalidArgument("Use either --loss or --compare, not both.")
+    several = {"compare", "seeds"} & given.keys()
     losses, seeds = given.pop("compare", [given.get("loss")]), given.pop("seeds", 3)
     rows = [Options(**given | {"loss": loss}) for loss in dict.fromkeys(losses)]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
-            cause = "loss" if METHODS.keys().isdisjoint(FLAGS[name].of.split()) else "method"
+            cause, users = "loss", FLAGS[name].of.split()
+            if users[-1] in METHODS | TORCHVISION:
+                cause = "method" if users[-1] in METHODS else "data"
             chosen = dict.fromkeys(f"--{cause} {getattr(row, cause)}" for row in rows)
             reason = f"{', '.join(chosen)}. It is for {users_of(name)}."
             print(f"{flag_of(name, value)} has no effect with {reason}")
@@ -335,12 +338,13 @@ def check(options: Options) -> None:
         torch.zeros(1, device=options.device).item()
     except (RuntimeError, AssertionError):
         require(False, "--device", options.device, "one that this machine has, such as cpu")
-    for name in [name for name, flag in FLAGS.items() if flag.limits]:
-        value, (least, most) = getattr(options, name), FLAGS[name].limits
-        fits = value is None or least <= value <= most
-        require(fits, flag_of(name), value, f"from {least:g} to {most:g}")
+    for name, flag in FLAGS.items():
+        value = getattr(options, name)
+        if flag.limits and value is not None:
+            least, most = flag.limits
+            require(least <= value <= most, flag_of(name), value, f"from {least:g} to {most:g}")
     few = torch.zeros(4, 3, options.size or 32, options.size or 32, dtype=torch.uint8)
-    baselines.say_labels(options)
+    baselines.say_no_effect(options)
     build(options.but(compile=False, queue_size=1, labels=False), Images(few, None, few, None, []))
 
 

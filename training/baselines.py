@@ -93,8 +93,10 @@ def give_labels(method: hardneg.SimCLR, labels: torch.Tensor) -> None:
     method.step = labelled
 
 
-def say_labels(options) -> None:
-    """Say if a loss of `train.Options` is no other than SimCLR's without labels."""
+def say_no_effect(options) -> None:
+    """Say if a micro-batch holds whole batches, or if a loss needs labels to differ from nce."""
+    if options.micro_batch is not None and options.micro_batch >= 2 * options.batch_size:
+        print("--micro-batch has no effect, as a batch has no more views than that.")
     has_labels = options.method == "diffhard" or (options.labels and options.has_effect("labels"))
     if options.objective in ("ppcl", "each") and not has_labels:
         print(f"Without labels, {options.objective} of --loss {options.loss} is the same as nce.")

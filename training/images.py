@@ -84,6 +84,8 @@ def load(
     chosen = torch.arange(len(labels))
     if validation or test is None:
         split = "Every fifth image to train on is held out for testing."
+        if validation and test is None:
+            split += " So it would be without --validation, as there are no test images."
         held = every_fifth(labels, classes)
         test, tested, chosen = train, chosen[held], chosen[~held]
     else:

@@ -68,6 +68,9 @@ class TestLoad:
         assert values_of(held.test) == [4, 9, 44, 49] and held.test.shape[-1] == 20
         rest = [k for k in range(10) if k not in (4, 9)]
         assert values_of(held.train) == rest + [40 + k for k in rest]
+        assert "without --validation" not in held.split
+        alone = images.load(tmp_path / "train", validation=True)
+        assert "So it would be without --validation" in alone.split
 
     def test_images_without_a_label_are_no_test(self):
         """STL10 has many of them, beside its classes."""

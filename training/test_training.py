@@ -459,7 +459,7 @@ DEFAULTS = """
 --method bank --recipe sgd | lr == 0.03; momentum == 0.8
 --method queue | queue_size == 64; momentum == 0.9; epochs == 24
 --method diffhard | loss == 'ppcl'; temperature == 0.1; epochs == 6
---loss hard --alpha --no-lead-in | alpha == 0.3; not lead_in
+--loss hard --no-lead-in | alpha == 0.3; not lead_in
 """
 # a command | what it says of flags without effect
 IDLE = """
@@ -480,6 +480,12 @@ have classes, --labels gives them to the loss.
 --loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
 --loss supcon --labels |
 --method diffhard |
+--root there | --root has no effect with --data shapes. It is for cifar10, cifar100, stl10, svhn, \
+fashion-mnist.
+--root there --data svhn |
+--micro-batch 64 |
+--batch-size 8 --micro-batch 16 | --micro-batch has no effect, as a batch has no more views than \
+that.
 """
 
 
@@ -505,8 +511,9 @@ class TestOptions:
     def test_each_option_has_an_effect_somewhere(self):
         of_losses = [train.Options(loss=loss) for loss in hardneg.PRESETS]
         of_methods = [train.Options(method=method) for method in train.METHODS]
+        runs = [train.Options(data="svhn"), *of_losses, *of_methods]
         for name in train.FLAGS:
-            assert any(options.has_effect(name) for options in of_losses + of_methods), name
+            assert any(options.has_effect(name) for options in runs), name
 
     @pytest.mark.parametrize("loss", hardneg.PRESETS)
     def test_what_has_an_effect_changes_the_loss(self, loss):
