@@ -213,7 +213,7 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         settings = options.of_the_run()
         print(", ".join(f"{name} {settings[name]}" for name in CRITERION if name in settings))
         encoder, training = build(options, images)
-        state = runs.restore(training, options)
+        state = runs.restore(training, options, images)
         learn(options, training, state, images)
         results = {name: getattr(options, name) for name in FACTS}
         results |= {"seconds": round(state["seconds"], 1), "options": settings}

@@ -96,9 +96,10 @@ def readable(path: Path):
 
 def finished(options) -> dict | None:
     """Return the results that a run of these `train.Options` left in their folder.
-    Return None if there are none, or if they are to be overwritten."""
+    Return None if there are none, if they are to be overwritten, or if the report is missing."""
     path = options.out / RESULTS
-    if options.overwrite or not path.exists():
+    undrawn = options.report and not (options.out / PAGE).exists()
+    if options.overwrite or undrawn or not path.exists():
         return None
     with readable(path):
         results = json.loads(path.read_text())
@@ -120,10 +121,10 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
         )
 
 
-def restore(training: hardneg.Training, options) -> dict:
+def restore(training: hardneg.Training, options, images: Images) -> dict:
     """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
     n, size = len(training.images), training.images.shape[-1]
-    content = zlib.crc32(training.images.cpu().numpy())
+    content = zlib.crc32(images.test.cpu().numpy(), zlib.crc32(images.train.cpu().numpy()))
     now = {"images": n, "size": size, "content": content}
     if options.overwrite:
         for name in (CHECKPOINT, RESULTS, PAGE):

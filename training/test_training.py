@@ -654,7 +654,7 @@ MISTAKES = """
 --fraction 0 | --fraction is 0
 --seed -1 | --seed is -1
 --seed 2000000000 | --seed is 2000000000
---compare hcl --loss ot | Use either --loss or --compare
+--compare hcl --loss ot | argument --loss: not allowed with argument --compare
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
 --method queue --queue-size 0 | --queue-size is 0
@@ -725,13 +725,21 @@ class TestCommand:
         words[1] += "/."  # the same folder
         train.main([*words, f"{tmp_path / 'run'}"])
         assert "This run was finished before" in capsys.readouterr().out
+        (tmp_path / "run" / "report.html").unlink()  # as if the run had been killed while drawing
+        train.main([*words, f"{tmp_path / 'run'}"])
+        assert "resumed after epoch 2 of 2" in capsys.readouterr().out
+        assert (tmp_path / "run" / "report.html").exists()
         train.main([*words, f"{tmp_path / 'both'}", "--compare", "hcl", "simclr", "--seeds", "2"])
         said = capsys.readouterr().out
         assert "| `simclr` |" in said and "over" not in said
         (tmp_path / "run" / "results.json").unlink()
-        shutil.copy(tmp_path / "images/all/b/0.png", tmp_path / "images/all/a/0.png")
-        said = quit_with([*words, tmp_path / "run"], capsys)
-        assert "began with 16 of 8 pixels, or with other content. Restore" in said
+        for name in ("0.png", "4.png"):  # one to train on, and one to test
+            image = tmp_path / "images/all/a" / name
+            content = image.read_bytes()
+            shutil.copy(tmp_path / "images/all/b/0.png", image)
+            said = quit_with([*words, tmp_path / "run"], capsys)
+            assert "began with 16 of 8 pixels, or with other content. Restore" in said
+            image.write_bytes(content)
 
     @pytest.mark.parametrize("flag, least, most", [("--help", 20, 40), ("--help-all", 80, 200)])
     def test_help_of_the_flags_that_matter_fits_a_screen(self, flag, least, most, capsys):
