@@ -1782,9 +1782,13 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     A lower value means that the rows are spread more evenly. It is 0 if all rows are equal, and −4t
     for two opposite rows. Time grows as n² D. Large n are worked on in blocks, so that memory grows
     as n D. Ref: [5]; [4] Eq. 10, negated"""
+    _check_tensor("z", z, "float", ("n", "D"))
+    n = len(z)
+    _require(n > 1, "z", f"{n} row", "at least two rows")
+    if _may_read(z):
+        _check_finite("z", z)
     # Row i is its own positive, and all other rows are its candidates. So its loss is
     # log Σ_j e^{2t cos_ij} − 2t = log Σ_j e^{−t ‖z_i − z_j‖²}.
-    n = len(z)
     losses = contrastive_loss(
         z,
         objective="decoupled",

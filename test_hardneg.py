@@ -2311,6 +2311,12 @@ class TestWrappers:
         close(found, (-t * F.pdist(hardneg.unit(x)).square()).exp().mean().log(), 1e-12)
         assert operations.bytes <= 2**23
 
+    def test_uniformity_names_what_it_cannot_measure(self):
+        with pytest.raises(hardneg.InvalidArgument, match="^z is 1 row; it must be at least two"):
+            hardneg.uniformity(torch.ones(1, 3))
+        with pytest.raises(hardneg.InvalidArgument, match="^z has NaN or inf"):
+            hardneg.uniformity(torch.tensor([[1.0, 2.0], [math.nan, 1.0]]))
+
 
 # ---- Section 11: generators
 class TestGame:
