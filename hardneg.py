@@ -11,7 +11,7 @@ pushes, decides how well the encoder learns. Every loss of this file answers thr
     3. What is done with them?        objective: nce, each, ppcl, decoupled, simple, triplet
 
 You can combine any weights with any objective. Large batches need little memory. With two views of
-8192 samples `simclr` takes 118 MiB, where a matrix of all logits takes 3097 MiB.
+8192 samples `simclr` takes 118 MiB. A loss that computes all logits at once takes 3097 MiB.
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
@@ -103,7 +103,8 @@ class Options(TypedDict, total=False):
     """The options of a loss. A loss ignores the options that it does not use."""
 
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
-    # Allowed are the names of a table, or a range [low, high], of whole numbers if high is an int.
+    # What is allowed is a table of names, or a range [low, high]. If high is an int, the numbers
+    # have to be whole.
     loss: Annotated[str, "simclr", PRESETS, "The loss, which chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -196,10 +197,10 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
-        2^23, is computed in one go. Larger batches are cut into blocks, so that memory grows with
-        A + N instead of A·N. 0 turns blocks off. Blocks change a result by rounding only. In blocks
-        a loss has neither second derivatives nor forward-mode ones. If a function of yours has
-        parameters that learn, all anchors are computed in one go.""",
+        2^23, is computed in one go. Larger batches are cut into blocks of four times as many pairs,
+        so that memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result
+        by rounding only. In blocks a loss has neither second derivatives nor forward-mode ones. If
+        a function of yours has parameters that learn, all anchors are computed in one go.""",
     ]
 
 
@@ -230,11 +231,11 @@ def contrastive_loss(
                     are no candidates. If there is a single view, they are its positives.
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
-    log_weights     (A, N) or (N,), above −1e20. They are added to the log weights of the rule, and
+    log_weights     (A, N) or (N,), cut at ±5e19. They are added to the log weights of the rule, and
                     get no gradient. They can be scores of a teacher. They can also correct for
                     drawn candidates. If K candidates were drawn with replacement, and q_j is the
                     probability of candidate j, pass −log(K q_j). If the positive of anchor i was
-                    drawn with probability q_i in the same way, pass log q_i − log q_j.
+                    drawn in the same way, with probability q_i, pass log q_i − log q_j instead.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -243,7 +244,7 @@ def contrastive_loss(
                     Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
                     all ranks, see `gather`. All ranks have to call with the same shapes.
                     DistributedDataParallel has to average the gradients, also those of parameters
-                    of the loss. Without DDP, divide the gradients by the number of ranks.
+                    of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
                     "clamped" is the share of anchors that debiasing has brought to its floor.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
@@ -253,8 +254,9 @@ def contrastive_loss(
 
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn, and above 2^24 pairs A·N·D
-    for each step if its weights are detached. Ref: PRESETS"""
+    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached
+    and there are more than 2^24 pairs, a step computes the logits anew, which takes A·N·D.
+    Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
     _check_call(options, views, given)
@@ -310,12 +312,12 @@ def answer(anchors, shared, options):
         given["log_negatives"] = log_negatives
     losses = _fill_in(options["objective_function"], given)
 
-    # What is not counted below cannot be lacking.
+    # Count what anchors lack, but skip what they surely have.
     if anchors.pos.shape[1] == 0:  # there is no other view
         no_positive = pos.amax(1) < FAR
         losses = losses.masked_fill(no_positive, 0)
         lacking[0] = no_positive.sum()
-    if not shared.plain or shared.n <= anchors.own.shape[1]:
+    if not shared.plain:
         lacking[1] = (n == 0).sum()
     return _Answers(losses, lacking, pos, neg, log_w)
 
@@ -345,16 +347,18 @@ class ContrastiveLoss(nn.Module):
 # by name. They can be
 #     logits      those to weigh: of candidates, or of positives when they are debiased
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   the g (N,) of the coupling. If a rule has this parameter, Sinkhorn runs before
-#                 the rule. Add it to the log weights. It is 0 for positives, which have no column
+#     potential   the g (N,) of the coupling. If a rule has this parameter, Sinkhorn runs first. It
+#                 calls the rule with potential 0, and takes the result as −C/ε. Add the potential
+#                 to the log weights. It is 0 for positives, too, as they have no column
 #     t           the temperature
 #     and any option by its name.
 # A rule must give each anchor the weights that follow from its own row alone. Masked logits are
-# −1e30, in a whole row if an anchor has no candidate, and their log weights must be below FAR, too.
-# So take sums and minima over what is above FAR. A positive may lie below all candidates. Values
-# and gradients must be finite for cosines t · logits from −1 to 1, and 1e-6 beyond for rounding.
+# −1e30, and their log weights must be below FAR, too. A whole row is masked if an anchor has no
+# candidate. So take sums and minima over what is above FAR. Logits of positives can be lower than
+# all candidates, and must get finite weights, too. Values and gradients must be finite for cosines
+# t · logits from −1 to 1, and 1e-6 beyond for rounding.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own.
+# in Options if it has an option of its own. The tests of TestRows then check these duties.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. The ranges in Options keep it so, finite in float32.
@@ -363,7 +367,7 @@ MASKED, FAR = -1e30, -1e20
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    Masked logits get −1e30, so adding this to something masks it where logits are masked."""
+    Masked logits get −1e30. So you can add this to log weights, to mask where logits are masked."""
     # hardshrink is 0 for |x| ≤ 1e20 and x beyond. It is several times as fast as a boolean mask.
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
@@ -406,6 +410,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     return uniform(logits).masked_fill(logits < threshold, MASKED)
 
 
+# To add a cost, add its row here.
 # cost: that of two unit rows, from their cosine; d² = ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
 # A cost and its gradient must be finite for cosines from −2, which stands for masked, to 1 + 1e-6.
 # Over the smallest ε it must stay below 1e20, since more would count as masked.
@@ -447,7 +452,7 @@ def own_rule(logits, weights):
 # rule: its function, and a word on the mean of an anchor's weights
 #     "one"     it is 1 already
 #     "scaled"  `weigh` makes it 1; the rule must not drop all candidates of an anchor
-#     "any"     neither
+#     "any"     it can be anything, and `weigh` leaves it
 WEIGHTS = {
     "uniform": (uniform, "one"),
     "tilted": (tilted, "scaled"),
@@ -509,9 +514,10 @@ def _fill_in(function, given):
 #                    A rule can drop a candidate in log_w alone, so look at both
 #     t              the temperature; t · logits are cosines
 #     and any option by its name.
-# An objective must give each anchor the loss that follows from its own row alone. For an anchor
-# without negatives its gradient must be 0 in them. Values and gradients must be finite there, for
-# an anchor without positives, and for cosines from −1 to 1, and 1e-6 beyond because of rounding.
+# An objective must give each anchor the loss that follows from its own row alone. If an anchor has
+# no negatives, the gradient in neg and log_w must be 0. If it has no negatives or no positives,
+# value and gradient must be finite. So must they be for cosines from −1 to 1, and 1e-6 beyond
+# because of rounding. Masked logits must get no gradient, for the reason that `_mask_` gives.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
 # has an option of its own.
 
@@ -541,7 +547,7 @@ def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
     It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
-    positive, weights of mean 1, and where the floor of debiasing does not hold,
+    positive, weights of mean 1, and where the floor of debiasing does not apply,
         decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
     Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
@@ -597,13 +603,15 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the false negatives that are expected, and return the log of what is left.
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
-    log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). It returns the
-    log of what is left (a,), and a boolean tensor (a,) that is True where the floor holds. The
-    floor is the e^s of the cosine −1, and no mean can be below it. There the result has a gradient
-    in t alone. Ref: [1] Eq. 2. The floor of Fig. 5 is that of a sum, without its N."""
+    log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). The results are
+    the log of what is left (a,), and a boolean tensor (a,) that is True where the floor applies.
+    The floor is the e^s of the cosine −1, and no mean can be below it. Where it applies, the result
+    has a gradient in t alone. Ref: [1] Eq. 2. The floor of Fig. 5 is that of a sum, without its
+    N."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
-    gap = (log_false - log_mean).masked_fill(nothing_left, -1)  # any finite number below 0
+    # any number below 0, before expm1, as the NaN gradient of a log would pass through torch.where
+    gap = (log_false - log_mean).masked_fill(nothing_left, -1)
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
@@ -611,17 +619,18 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 
 def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
-    """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. It returns the
-    result (a,), and a boolean tensor (a,) that is True where the floor of `published` holds."""
+    """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. The results are
+    (a,), and a boolean tensor (a,) that is True where the floor of `published` applies."""
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # An absent positive gets −2e30 here. A present one gets −1e30 if `top` drops it. So if
-        # `top` drops every positive, those that are present share the weight equally.
+        # An absent positive gets −2e30 or less here. A present one gets −1e30 if `top` drops it. So
+        # if `top` drops every positive, those that are present share the weight equally.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
     tau_plus = options["tau_plus"]
+    # without candidates 1 / (1 + n) is 1, so that nothing is left and the floor applies
     tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
     log_mean, clamped = published(log_mean, log_mean_pos, tau_plus, t)
     return log_mean + log_total, clamped & (log_negatives > FAR)
@@ -641,7 +650,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 
 class _Anchors(NamedTuple):
     """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
-    A new tensor with a row for each anchor belongs here, and `_line_up` fills it."""
+    A new tensor with a row for each anchor belongs here, and `_line_up` fills it. `_couple` gathers
+    it over ranks."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views
@@ -660,7 +670,8 @@ class _Anchors(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What all anchors share."""
+    """What all anchors share. A shared tensor that may learn belongs here. If one is hidden in a
+    function, the whole batch is computed in one go."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -670,7 +681,7 @@ class _Shared(NamedTuple):
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
     batch: bool = False  # the candidates are the views, so the logits of all are symmetric
-    plain: bool = False  # nothing is masked but `own`, which has no −1
+    plain: bool = False  # nothing is masked but `own`, which has no −1 and leaves candidates
 
 
 def _line_up(options, views, given):
@@ -716,7 +727,9 @@ def _line_up(options, views, given):
     if mask is not None:
         mask = torch.as_tensor(mask, device=z.device).expand(len(anchors), -1)
     if log_weights is not None:
-        log_weights = log_weights.detach().to(z).expand(len(anchors), -1)
+        # beyond the clamp a log weight would mask, or let count what is masked
+        log_weights = log_weights.detach().to(z).clamp(FAR / 2, -FAR / 2)
+        log_weights = log_weights.expand(len(anchors), -1)
     of_each = None
     n = candidates.shape[-2]
     if candidates.ndim == 3:
@@ -727,19 +740,24 @@ def _line_up(options, views, given):
     by_label = options["by_label"] or (v == 1 and positive_index is None)
     by_label = by_label and labels is not None
     plain = mask is None and labels is None and positive_index is None
-    plain = plain and not _has_margin(options)
+    plain = plain and b > 1 and not _has_margin(options)
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
     return known, _Shared(
-        t, n, candidates, candidate_labels, None, by_index, by_label, in_batch, plain
+        t,
+        n,
+        candidates,
+        candidate_labels,
+        positives_by_index=by_index,
+        positives_by_label=by_label,
+        batch=in_batch,
+        plain=plain,
     )
 
 
 def _each_once(index):
     """Replace by −1 what a row of index (B, P) repeats, so that it counts once."""
-    ordered, order = index.sort(1)
-    repeated = F.pad(ordered.diff(dim=1) == 0, (1, 0))
-    ordered = ordered.masked_fill(repeated, -1)
-    return ordered.scatter(1, order, ordered)  # in the order that was given
+    equal = index[:, :, None] == index[:, None]  # (B, P, P)
+    return index.masked_fill(equal.tril(-1).any(2), -1)
 
 
 def who(anchors, shared, options):
@@ -855,8 +873,8 @@ def sinkhorn(
 
     It is slow where rows form tight clusters. A step multiplies the error by up to μ², where μ is
     the second singular value of √(AN) P. A symmetric step multiplies it by at most 1/8, unless A·P
-    has an eigenvalue below −0.2. It is slowest, 1/error steps, if no coupling can use all entries
-    that are not masked. Ref: [2] Eq. 5"""
+    has an eigenvalue below −0.2. It takes the most steps, about 1/error, if masks force some
+    entries to 0 that are not masked. Ref: [2] Eq. 5"""
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -967,7 +985,7 @@ def mine(
         positives = torch.arange(n, device=device)
     _check_tensor("positives", positives, "int", (n,), (n, "P"))
     _check_rows("positives", positives, size)
-    positives = torch.as_tensor(positives, device=device).view(n, -1)
+    positives = torch.as_tensor(positives, device=device).long().view(n, -1)
     _check_tensor("labels", labels, None, (size,))
     if labels is not None:
         labels = torch.as_tensor(labels, device=device)
@@ -982,8 +1000,8 @@ def mine(
         # Question 1 of a loss, at t = 1. A block has all documents, as margins need them at once.
         anchors = _Anchors(queries, queries[:, :0], positives)
         shared = _Shared(1.0, size, documents, positives_by_index=True)
-        options = DEFAULTS | {"absolute_margin": absolute_margin}
-        options["relative_margin"] = relative_margin
+        margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
+        options = resolve(margins)
         parts = []
         for some in anchors.blocks(max(64, 2**22 // size)):
             cosines = who(some, shared, options)[1]  # (a, N)
@@ -1027,9 +1045,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # a time. While the matrix of a block is there, its gradient is computed as well, and added to the
 # gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
 # of the loss, it gets what was kept. If every anchor has a loss of its own ("none"), it is not
-# known yet how these will be weighed, so the backward pass computes the blocks again. A loss
-# calls it as often as its path needs. So `answer`, and all that it calls, must neither keep state
-# nor communicate between ranks nor draw random numbers.
+# known yet how these will be weighed, so the backward pass computes the blocks again. So `answer`
+# may run twice for a block. It, and all that it calls, must neither keep state nor communicate
+# between ranks nor draw random numbers.
 #     _evaluate    calls `answer` for the whole batch, or goes to the next
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it by `_InBlocks`
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1092,7 +1110,7 @@ def _in_blocks(anchors, shared, options, size):
     if found is None:  # a function of the user's has parameters, so autograd does it all
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
-    inputs = _learned(anchors + shared)
+    inputs = _learned(anchors + shared)  # in the order in which `_run_blocks` returns gradients
     if summed:
         return _InBlocks.apply(value.sum(), None, gradients, *inputs), lacking
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
@@ -1187,7 +1205,7 @@ def _over_ranks(value, count, group):
 class _Gather(torch.autograd.Function):
     """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
     As the backward pass communicates, all ranks have to gather the same tensors in the same
-    order. A tensor needs a gradient on all ranks or on none."""
+    order. Its requires_grad must be the same on all ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1261,7 +1279,7 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(shares)  # an output, so that it has second derivatives
+        ctx.save_for_backward(shares)  # an output, so autograd can differentiate `backward` by it
         return largest - shares.amax(dim).log(), shares
 
     @staticmethod
@@ -1302,7 +1320,7 @@ def _warn(message):
 
 # Allocating and freeing 31 MB here makes glibc keep the memory of later blocks for the next ones.
 # Otherwise it returns each to the kernel, and large losses take up to 1.24 times as long.
-torch.empty(31 * 2**18)
+torch.empty(31 * 2**18, device="cpu")
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
@@ -1332,8 +1350,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 
 
 def resolve(given):
-    """Check the options of a call, and fill in those that are left open. Then add both entries of
-    the rows of WEIGHTS and OBJECTIVES that they choose."""
+    """Check the options of a call, and fill in those that are left open. Then add what the tables
+    say of the chosen weights and objective."""
     options = DEFAULTS | given
     for name, value in given.items():
         if name not in DEFAULTS:

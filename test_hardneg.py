@@ -1096,6 +1096,16 @@ class TestNamedPositives:
         found = contrastive_loss(x, negatives=y, positive_index=index, log_weights=-q.log())
         close(found, F.cross_entropy(wanted, index), 1e-12)
 
+    def test_log_weights_of_any_size_do_not_mask(self):
+        """Nor do they let the anchor's own sample count."""
+        x, y = embeddings(1, 2, 4, 3)
+        huge = torch.zeros(8, 8).double().index_fill_(0, torch.tensor([0]), 1e31)
+        value = contrastive_loss(x, y, log_weights=huge, reduction="none")
+        close(value[0], huge.new_tensor(5e19), 1e-12)
+        close(value[1:], contrastive_loss(x, y, reduction="none")[1:], 1e-12)
+        _, stats = contrastive_loss(x, y, log_weights=huge - 1e25, return_stats=True)
+        assert stats["candidates"] == 6
+
     def test_margins_leave_an_anchor_without_a_positive_its_candidates(self):
         x, y = embeddings(1, 2, 3, 4)
         given = {"negatives": y, "positive_index": [0, 1, -1], "absolute_margin": 3.0}
@@ -1590,6 +1600,18 @@ class TestMine:
         found = hardneg.mine(x.float(), y, 3, positives=places, labels=labels)
         wanted = hardneg.mine(x, y, 3, labels=torch.tensor(labels))
         assert torch.equal(found, wanted)
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+    def test_rows_are_any_whole_numbers(self, dtype):
+        x, y = embeddings(1, 2, 4, 3)
+        rows = torch.tensor([2, 0, 3, 1])
+        found = hardneg.mine(x, y, 2, positives=rows.to(dtype))
+        assert torch.equal(found, hardneg.mine(x, y, 2, positives=rows))
+
+    @pytest.mark.parametrize("name", ["absolute_margin", "relative_margin"])
+    def test_a_margin_is_a_number(self, name):
+        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is nan"):
+            hardneg.mine(*embeddings(1, 2, 4, 3), 2, **{name: math.nan})
 
 
 class TestDraw:

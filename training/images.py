@@ -11,7 +11,7 @@ import re
 import statistics
 import warnings
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -289,23 +289,37 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
     return paths
 
 
-def places_of(folder: Path, paths: list[Path]) -> list[Path]:
-    """Find the folder to train on and the one to test on, if there are any, by their names.
-    Otherwise the folder itself is the only place. What could be either is an error."""
-    depths, ranks = {}, {}
-    for path in paths:
-        parts = path.relative_to(folder).parts
-        if len(parts) > 1:
-            depths[parts[0]] = max(len(parts), depths.get(parts[0], 0))
-    for name in depths:
+def ranks_of(names: Iterable[str]) -> dict[str, int]:
+    """Find the names that have a word of TRAIN + TEST → {name: the place of that word}."""
+    ranks = {}
+    for name in names:
         words = re.findall("[a-z]+", name.lower())
         found = [rank for rank, word in enumerate(TRAIN + TEST) if word in words]
         if found:
             ranks[name] = found[0]
+    return ranks
+
+
+def places_of(folder: Path, paths: list[Path]) -> list[Path]:
+    """Find the folder to train on and the one to test on, if there are any, by their names.
+    Otherwise the folder itself is the only place. What could be either is an error."""
+    depths, inner = {}, set()
+    for path in paths:
+        parts = path.relative_to(folder).parts
+        if len(parts) > 1:
+            depths[parts[0]] = max(len(parts), depths.get(parts[0], 0))
+        inner.update(parts[1:-1])
+    ranks = ranks_of(depths)
     named, others = sorted(ranks, key=ranks.get), sorted(depths.keys() - ranks)
     to_train = sum(rank < len(TRAIN) for rank in ranks.values())
     if to_train == 1 and not others:
         return [folder / name for name in named[:2]]
+    deeper = ranks_of(inner)
+    if {rank < len(TRAIN) for rank in deeper.values()} == {True, False}:
+        raise InvalidArgument(
+            f"--data is {folder}, where {some(sorted(deeper))} lie deeper, which may be parts of a "
+            "split. Expected is the folder that has them, with a folder for each class in them."
+        )
     are_flat = all(depths[name] == 2 for name in named)  # so they have no classes
     if not named or (others and are_flat and to_train in (0, len(named))):
         return [folder]

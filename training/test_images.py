@@ -138,6 +138,9 @@ split, with seg_pred beside them. Expected is
 train test other | --data is HERE, where train, test may be classes or parts
 train/a train/b bus | --data is HERE, where train may be classes or parts
 test val | --data is HERE, where test, val may be classes or parts of a split, with nothing beside
+set/train/a set/train/b set/test/a set/test/b | --data is HERE, where test, train lie deeper, which
+a/train a/valid b/train b/valid | --data is HERE, where train, valid lie deeper, which may be parts
+bus/train car/a | 8 + 2 bus car
 train/cat train/dog test/cat test/cow | --data needs the same classes in train/ and test/. Only \
 one of them has cow, dog. Add or remove
 """.splitlines()
