@@ -17,10 +17,11 @@ Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: every view of every sample, V·B; with `negatives` the first view alone, B
     a           the anchors of a block; large batches are worked on in blocks
-    M           positives of an anchor: the V − 1 other views, or P named rows; labels add N columns
+    M           positives of an anchor: the V − 1 other views, or P named rows; if labels name
+                positives, all N columns follow, of which most are masked
     N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked; formulas of one anchor
-                write N for it
+    N_i         candidates of anchor i: the columns that are not masked; in formulas of one anchor
+                N stands for N_i
     z           embedding, a unit row; f(x) in [1, 2, 4], v in [3]
     t           temperature, which divides cosines; t in [1], τ in [3, 4]
     s_ij, p_im  logits: the cosine of anchor i and candidate j, or its m-th positive, over t
@@ -103,8 +104,8 @@ class Options(TypedDict, total=False):
     """The options of a loss. A loss ignores the options that it does not use."""
 
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
-    # What is allowed is a table of names, or a range [low, high]. If high is an int, the numbers
-    # have to be whole.
+    # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
+    # high is an int, the numbers have to be whole.
     loss: Annotated[str, "simclr", PRESETS, "The loss, which chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -122,8 +123,9 @@ class Options(TypedDict, total=False):
         OBJECTIVES,
         """What is done with the weighted negatives. By default the loss decides. A function of your
         own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
-        losses (a,). What does not count is −1e30. The loss of an anchor without candidates must not
-        depend on their logits. The function must have no random numbers, as above.""",
+        losses (a,). What does not count is −1e30. If all candidates of an anchor are masked, the
+        loss must not depend on their logits. Like weights, the function must not draw random
+        numbers.""",
     ]
     temperature: Annotated[
         float | Tensor,
@@ -152,8 +154,8 @@ class Options(TypedDict, total=False):
         str,
         "sqeuclidean",
         COSTS,
-        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. There is no κ
-        here. To have the κ of [2], multiply epsilon by e^κ.""",
+        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. The cost of [2] is
+        e^{d² − κ}. To have its κ, multiply epsilon by e^κ.""",
     ]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
@@ -219,11 +221,11 @@ def contrastive_loss(
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
     If tau_plus is above 0, debiasing subtracts the false negatives that are to be expected.
 
-    views           (B, D) each. Row i shows sample i. Every row is an anchor, in the order of
-                    torch.cat(views). Its positives are the rows of its sample in the other views.
-                    Its candidates are the rows of all other samples. The positives of a single view
-                    are named by positive_index or labels. The mean leaves out anchors without a
-                    positive.
+    views           (B, D) each. Row i shows sample i. Without `negatives` every row is an anchor,
+                    in the order of torch.cat(views). Its positives are the rows of its sample in
+                    the other views. Its candidates are the rows of all other samples. The positives
+                    of a single view are named by positive_index or labels. The mean leaves out
+                    anchors without a positive.
     negatives       (K, D), or (B, K, D) with rows for each anchor. These rows are the candidates in
                     place of the batch, and only the rows of the first view are anchors.
     positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
@@ -231,11 +233,12 @@ def contrastive_loss(
                     are no candidates. If there is a single view, they are its positives.
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
-    log_weights     (A, N) or (N,), cut at ±5e19. They are added to the log weights of the rule, and
-                    get no gradient. They can be scores of a teacher. They can also correct for
-                    drawn candidates. If K candidates were drawn with replacement, and q_j is the
-                    probability of candidate j, pass −log(K q_j). If the positive of anchor i was
-                    drawn in the same way, with probability q_i, pass log q_i − log q_j instead.
+    log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
+                    and are cut at ±5e19. They can be scores of a teacher. Or they correct for
+                    candidates that were drawn, where q_j is the probability of candidate j. For K
+                    draws with replacement, −log(K q_j) makes the sum stand for all that could be
+                    drawn. If the batch itself was drawn, log q_i − log q_j corrects the positive,
+                    too.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -246,7 +249,8 @@ def contrastive_loss(
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors that debiasing has brought to its floor.
+                    "clamped" is the share of anchors of which debiasing would leave less than its
+                    floor, see `published`.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
@@ -254,8 +258,8 @@ def contrastive_loss(
 
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached
-    and there are more than 2^24 pairs, a step computes the logits anew, which takes A·N·D.
+    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. Above 2^24 pairs detached
+    weights are not stored, so that each step also computes the logits, in A·N·D.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
@@ -312,7 +316,7 @@ def answer(anchors, shared, options):
         given["log_negatives"] = log_negatives
     losses = _fill_in(options["objective_function"], given)
 
-    # Count what anchors lack, but skip what they surely have.
+    # Count what anchors lack. What is skipped here is 0.
     if anchors.pos.shape[1] == 0:  # there is no other view
         no_positive = pos.amax(1) < FAR
         losses = losses.masked_fill(no_positive, 0)
@@ -352,16 +356,20 @@ class ContrastiveLoss(nn.Module):
 #                 to the log weights. It is 0 for positives, too, as they have no column
 #     t           the temperature
 #     and any option by its name.
-# A rule must give each anchor the weights that follow from its own row alone. Masked logits are
-# −1e30, and their log weights must be below FAR, too. A whole row is masked if an anchor has no
-# candidate. So take sums and minima over what is above FAR. Logits of positives can be lower than
-# all candidates, and must get finite weights, too. Values and gradients must be finite for cosines
-# t · logits from −1 to 1, and 1e-6 beyond for rounding.
+# What a rule must do:
+#   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
+#   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked.
+#   - A whole row is masked if an anchor has no candidate. So sums, means and minima are taken over
+#     what is above FAR.
+#   - The logits can be those of positives. So they can be lower than all candidates.
+#   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
+#     rounding can bring cosines there.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own. The tests of TestRows then check these duties.
+# in Options if it has an option of its own. The tests of TestRows then check these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
-# Everything below FAR counts as masked. The ranges in Options keep it so, finite in float32.
+# Everything below FAR counts as masked. As the options have limits, no logit or log weight that
+# counts comes near FAR, and none that is masked overflows float32.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -442,7 +450,7 @@ def own_rule(logits, weights):
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
     except Exception as error:
-        error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors; {MATRIX_HINT}")
+        error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors. {MATRIX_HINT}")
         raise
     _check_result("weights", log_w, logits.shape)
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
@@ -460,7 +468,7 @@ WEIGHTS = {
     "top": (top, "any"),
     "transported": (transported, "scaled"),
 }
-MATRIX_HINT = "a matrix of your own for all anchors goes in log_weights="
+MATRIX_HINT = "Log weights of your own for all anchors go in log_weights="
 
 
 def by_rule(logits, candidates, potential, t, options):
@@ -472,7 +480,8 @@ def by_rule(logits, candidates, potential, t, options):
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
     weights (a, M) of positives. A positive gets the weight of a candidate with the same logit,
-    without a potential. The last two are for debiasing, and None without it."""
+    without a potential. The last two are for debiasing, and None without it. The last is also None
+    for a single positive."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
         log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
@@ -514,10 +523,12 @@ def _fill_in(function, given):
 #                    A rule can drop a candidate in log_w alone, so look at both
 #     t              the temperature; t · logits are cosines
 #     and any option by its name.
-# An objective must give each anchor the loss that follows from its own row alone. If an anchor has
-# no negatives, the gradient in neg and log_w must be 0. If it has no negatives or no positives,
-# value and gradient must be finite. So must they be for cosines from −1 to 1, and 1e-6 beyond
-# because of rounding. Masked logits must get no gradient, for the reason that `_mask_` gives.
+# What an objective must do:
+#   - The loss of an anchor follows from its own row alone.
+#   - Masked logits get no gradient, for the reason that `_mask_` gives. So if an anchor has no
+#     negatives, the gradient in neg and log_w is 0.
+#   - Values and gradients are finite without negatives, without positives, and for cosines from −1
+#     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
 # has an option of its own.
 
@@ -555,7 +566,8 @@ def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
 
 def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: Tensor = 1.0) -> Tensor:
     """Compute the difference of mean cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    Without negatives the second sum is 0. The λ of [4] is 1/N here, and 1/⌈αN⌉ with `top`.
+    Without negatives the second sum is 0. [4] multiplies the plain sum over negatives by λ. As a
+    mean is taken here, λ is 1/N, and 1/⌈αN⌉ with `top`.
     Ref: [4] Eq. 3; [2] Eq. 9"""
     return t * (_mean(neg, log_w) - _mean(pos, uniform(pos)))
 
@@ -606,8 +618,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). The results are
     the log of what is left (a,), and a boolean tensor (a,) that is True where the floor applies.
     The floor is the e^s of the cosine −1, and no mean can be below it. Where it applies, the result
-    has a gradient in t alone. Ref: [1] Eq. 2. The floor of Fig. 5 is that of a sum, without its
-    N."""
+    has a gradient in t alone. Ref: [1] Eq. 2. Fig. 5 there bounds a sum of N terms, and its floor
+    lacks the factor N."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     # any number below 0, before expm1, as the NaN gradient of a log would pass through torch.where
@@ -624,8 +636,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # An absent positive gets −2e30 or less here. A present one gets −1e30 if `top` drops it. So
-        # if `top` drops every positive, those that are present share the weight equally.
+        # If `top` drops every positive, all have −1e30, so that they share the weight equally. An
+        # absent one is masked twice, by −2e30 or less, so that it gets no share even then.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
@@ -696,8 +708,8 @@ def _line_up(options, views, given):
         t = t.to(z).view(())  # its gradient needs 32 bits
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
-    # first view alone has anchors. Then no candidate shows the anchor's own sample, unless
-    # positive_index names it.
+    # first view alone has anchors. Then we take it that no candidate shows the anchor's own sample
+    # but those that positive_index names.
     in_batch = negatives is None
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
@@ -786,8 +798,8 @@ def _mask_(neg, pos, anchors, shared, options):
     """Mask the logits (a, N) of what is no negative, in place.
     Autograd does not see this change. It is safe under two rules. First, no operation before this
     may have saved neg for its backward pass, as neg.square() would. Second, whatever comes after
-    this must have no gradient at masked logits. A softmax has none, and other functions have to
-    fill them first."""
+    this must have no gradient at masked logits. A softmax has none there. Any other function needs
+    a copy in which masked_fill has set them to a constant."""
     # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
     # for j but not j for i, name it in `symmetric` of `_couple`, too.
     _drop_(neg, anchors.own, shared.batch)
@@ -861,8 +873,8 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
     log_kernel is a function. Each step calls it, and it returns the blocks of rows of −C/ε (A, N),
-    as a list, say. They are MASKED where i and j must not be coupled. → f (A,), g (N,), error. A
-    gradient stores 2·A·N numbers for each step.
+    as a list, say. They are MASKED where i and j must not be coupled. → f (A,), g (N,), error. If
+    the kernel has a gradient, each step keeps 2·A·N numbers in memory.
 
     A and N leave out rows and columns that are all masked. Sinkhorn stops when the error
     Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is 1e-5, and 1e-12 in float64.
@@ -871,10 +883,11 @@ def sinkhorn(
     If the kernel is its own transpose, say `symmetric`. Then each step ends with the mean
     f = g = (f + g) / 2 [10], and fewer steps are needed. For other kernels that does not converge.
 
-    It is slow where rows form tight clusters. A step multiplies the error by up to μ², where μ is
-    the second singular value of √(AN) P. A symmetric step multiplies it by at most 1/8, unless A·P
-    has an eigenvalue below −0.2. It takes the most steps, about 1/error, if masks force some
-    entries to 0 that are not masked. Ref: [2] Eq. 5"""
+    Tight clusters of rows take many steps, unless the kernel is symmetric. So do masks that force
+    some entries to 0 that are not masked. Ref: [2] Eq. 5"""
+    # A step multiplies the error by up to μ², where μ is the second singular value of √(AN) P. A
+    # symmetric step multiplies it by at most 1/8, unless A·P has an eigenvalue below −0.2. With
+    # entries that masks force to 0 the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -886,7 +899,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -_zero_if_masked(log_rows)  # the f by which `_log_sums` weighed columns
+        f = -_zero_if_masked(log_rows)  # the same f as in `_log_sums`
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
             f = g = (f + g) / 2
@@ -894,8 +907,8 @@ def sinkhorn(
 
 
 def _log_sums(blocks, g):
-    """Compute the log-sums of rows (A,) with g. With f, which is minus these, compute the log-sums
-    of columns (N,)."""
+    """Add g to the columns, and compute the log-sums of rows (A,). Then f is minus these. Add f to
+    the rows, and compute the log-sums of columns (N,)."""
     log_rows, log_columns = [], None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -920,7 +933,7 @@ def _stops(error, step, max_steps, tolerance):
     if step == max_steps and not converged:
         _warn(
             f"Sinkhorn stopped after {step} steps with an error above {tolerance:.0e}. Raise "
-            "epsilon, check labels, or check that the kernel is symmetric."
+            "epsilon, or check labels and masks. With symmetric=True the kernel must be symmetric."
         )
     return converged or step == max_steps
 
@@ -970,8 +983,8 @@ def mine(
                     that answers the query
     skip            pass over so many of the nearest documents, answers not counted
     scores          also return the cosines (n, k), −∞ for none
-    normalize       compare by cosines. With False it compares by inner products, which scores
-                    then are, too.
+    normalize       compare by cosines. With False it compares by inner products, and `scores`
+                    returns these.
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, 16 MB or 64 rows."""
     n, size, device = len(queries), len(documents), queries.device
@@ -997,7 +1010,8 @@ def mine(
         if _may_read(queries):
             _check_finite("queries", queries)
             _check_finite("documents", documents)
-        # Question 1 of a loss, at t = 1. A block has all documents, as margins need them at once.
+        # Question 1 of a loss, at t = 1. A block has all documents, as each of them can be the
+        # nearest one that answers, from which margins are measured.
         anchors = _Anchors(queries, queries[:, :0], positives)
         shared = _Shared(1.0, size, documents, positives_by_index=True)
         margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
@@ -1019,8 +1033,8 @@ def mine(
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw k distinct negatives for each anchor. Each draw takes one of those that are left, j with
-    a probability proportional to w_ij.
+    """Draw k distinct negatives for each anchor, one after the other. Among those that are left,
+    candidate j is drawn with a probability proportional to w_ij.
     log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
     With log_w = tilted(logits, β) it prefers hard negatives. First set the logits of an anchor's
     own rows to −1e30. Then use a loss with uniform weights. A row with fewer than k negatives is
@@ -1045,9 +1059,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # a time. While the matrix of a block is there, its gradient is computed as well, and added to the
 # gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
 # of the loss, it gets what was kept. If every anchor has a loss of its own ("none"), it is not
-# known yet how these will be weighed, so the backward pass computes the blocks again. So `answer`
-# may run twice for a block. It, and all that it calls, must neither keep state nor communicate
-# between ranks nor draw random numbers.
+# known yet how the caller will weigh these losses, so the backward pass computes the blocks again.
+# So `answer` may run twice for a block. Therefore `answer`, and all that it calls, must neither
+# keep state nor communicate between ranks nor draw random numbers.
 #     _evaluate    calls `answer` for the whole batch, or goes to the next
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it by `_InBlocks`
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1058,7 +1072,7 @@ def _evaluate(anchors, shared, group, options):
     a = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
-        # losses are summed here already, so edit those of single anchors in `answer`
+        # all but "none" are summed here already, so edit losses of single anchors in `answer`
         value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
         value, lacking = answer(anchors, shared, options)[:2]
@@ -1194,12 +1208,14 @@ def _uncompiled(function, *arguments):
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks. A rank's rows get the gradients of the parts of all ranks, by `gather`. DDP
-    then divides them by the number of ranks, so each part is multiplied by that number here."""
+    """Sum over ranks. With two ranks, rank 0 has the sum L_0 of the losses of its anchors, and rank
+    1 has L_1. Both return the value L_0 + L_1. The backward pass of `gather` brings the gradients
+    of both sums to the rows of each rank. DDP then takes the mean of the gradients of both ranks,
+    which halves them. So the gradient of rank r is that of 2 L_r."""
     totals = torch.stack([value.detach(), torch.zeros_like(value) + count])
     distributed.all_reduce(totals, group=group)
-    part = distributed.get_world_size(group) * value
-    return totals[0] + (part - part.detach()), totals[1]
+    scaled = distributed.get_world_size(group) * value
+    return totals[0] + (scaled - scaled.detach()), totals[1]  # the gradient is that of `scaled`
 
 
 class _Gather(torch.autograd.Function):
@@ -1279,7 +1295,8 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(shares)  # an output, so autograd can differentiate `backward` by it
+        # shares are an output, too, so that autograd can differentiate `backward` by them
+        ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
     @staticmethod
@@ -1350,8 +1367,8 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 
 
 def resolve(given):
-    """Check the options of a call, and fill in those that are left open. Then add what the tables
-    say of the chosen weights and objective."""
+    """Check the options of a call, and fill in those that are left open. Then look up the functions
+    of the chosen weights and objective, and what the tables say of them, and add these."""
     options = DEFAULTS | given
     for name, value in given.items():
         if name not in DEFAULTS:
@@ -1512,7 +1529,7 @@ def _check_result(name, result, shape):
     if not torch.is_tensor(result) or result.shape != shape:
         raise InvalidArgument(
             f"{name} returned {_describe(result)}. It must return a tensor {tuple(shape)}, with a "
-            f"row for each anchor that it is given; {MATRIX_HINT}."
+            f"row for each anchor that it is given. {MATRIX_HINT}"
         )
 
 

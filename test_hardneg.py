@@ -1173,7 +1173,7 @@ class TestNamedPositives:
             with pytest.raises(Exception) as caught:
                 contrastive_loss(x, y, weights=function, block_size=6)
             notes = getattr(caught.value, "__notes__", [])
-            assert "goes in log_weights=" in str([caught.value, *notes])
+            assert "go in log_weights=" in str([caught.value, *notes])
 
 
 class TestFunctions:
