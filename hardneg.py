@@ -60,7 +60,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Annotated, Literal, NamedTuple, TypedDict, Unpack, get_type_hints
+from typing import Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
 
 import torch
 from torch import Tensor, distributed, nn
@@ -187,7 +187,7 @@ class Options(TypedDict, total=False):
         as in the code of their authors.""",
     ]
     reduction: Annotated[
-        Literal["mean", "sum", "none"],
+        str,
         "mean",
         ("mean", "sum", "none"),
         """The mean or the sum of the losses of all anchors of all ranks. With "none" it is a loss
@@ -947,7 +947,7 @@ def _couple(anchors, shared, group, options):
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
-    blocks = anchors.blocks(max(1, 2**20 // shared.n))  # 4 MB each, which fit into a cache
+    blocks = anchors.blocks(max(1, _pairs_in_a_block(anchors) // shared.n))
     kernel = functools.partial(map, kernel_of, blocks)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
         if torch.is_grad_enabled() or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
@@ -1107,10 +1107,16 @@ def _block_size(anchors, shared, options):
         return 0
     if options["block_size"] is not None:
         return options["block_size"]
-    at_once = 2**18 if anchors.scaled.device.type == "cpu" else 2**23
-    if len(anchors.scaled) * shared.n <= at_once:
+    pairs = _pairs_in_a_block(anchors)
+    if len(anchors.scaled) * shared.n <= pairs / 4:
         return 0
-    return max(64, 4 * at_once // shared.n)  # 4 MB in float32 fit into a CPU's cache
+    return max(64, pairs // shared.n)
+
+
+def _pairs_in_a_block(anchors):
+    """Choose how many pairs are worked on at once. 4 MB in float32 fit into a CPU's cache. A GPU
+    needs more, as each block costs it a launch of every operation."""
+    return 2**20 if anchors.scaled.device.type == "cpu" else 2**25
 
 
 def _in_blocks(anchors, shared, options, size):

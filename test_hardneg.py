@@ -2059,6 +2059,19 @@ class TestReadyForAGPU:
                         value.sum().backward()
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
+    @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+    @pytest.mark.parametrize("device, most", [("cuda", 1000), ("cpu", 20_000)])
+    def test_a_gpu_couples_in_few_launches(self, monkeypatch, device, most):
+        """Eight steps of Sinkhorn, after which the error is looked at, on 8192 × 8192 pairs."""
+        monkeypatch.setattr(hardneg, "_stops", lambda error, step, *_: step == 8)
+        with FakeTensorMode(), torch.no_grad():
+            x = torch.empty(4096, 8, device=device)
+            options = hardneg.resolve({"loss": "ot"})
+            anchors, shared = hardneg._line_up(options, (x, x), [None] * 6)
+            with Operations() as operations:
+                hardneg._couple(anchors, shared, None, options)
+        assert shared.n == 8192 and most / 4 < len(operations.names) < most
+
     def test_finding_stays_on_the_device(self):
         """There are no values to read on a fake one."""
         margins = {"relative_margin": 0.05, "absolute_margin": 0.01}
