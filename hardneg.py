@@ -259,7 +259,8 @@ def contrastive_loss(
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. Above 2^24 pairs detached
-    weights are not stored, so that each step also computes the logits, in A·N·D.
+    weights are not stored, so that each step also computes the logits, in A·N·D. torch.func.grad,
+    hessian and jvp work, without blocks. torch.func.vmap does not, as values are read.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group

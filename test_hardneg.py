@@ -1894,8 +1894,15 @@ print(peak() - before)
     def test_torch_func_has_the_same_gradient_at_every_size(self, samples, loss):
         x, y = embeddings(1, 2, samples, 4)
         wanted = with_slope(contrastive_loss(x.requires_grad_(), y, loss=loss), x)[1]
-        found = torch.func.grad(lambda a: contrastive_loss(a, y, loss=loss))(x.detach())
-        close(found, wanted, 1e-12)
+        x = x.detach()
+        close(torch.func.grad(lambda a: contrastive_loss(a, y, loss=loss))(x), wanted, 1e-12)
+        _, along = torch.func.jvp(lambda a: contrastive_loss(a, y, loss=loss), (x,), (y,))
+        close(along, (wanted * y).sum(), 1e-12)
+
+    def test_torch_func_has_second_derivatives(self):
+        x, y = embeddings(1, 2, 5, 4)
+        wanted = torch.autograd.functional.hessian(lambda a: contrastive_loss(a, y), x)
+        close(torch.func.hessian(lambda a: contrastive_loss(a, y))(x), wanted, 1e-12)
 
     def test_compiles_with_an_option_that_varies(self):
         """As for an annealed β: from its second value on it is a symbol of the graph."""
