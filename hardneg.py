@@ -1613,8 +1613,7 @@ def view(
     and chroma makes all changes of colour, so they have no order. Ref: [6] App. A; [3] 3.1"""
     _check_tensor("images", images, None, ("B", 3, "H", "W"))
     x = _floats(images)
-    size = len(x), len(DRAWS)
-    draws = torch.rand(size, generator=generator, device=x.device, dtype=torch.float32)
+    draws = _drawn(torch.rand, len(x), len(DRAWS), generator, x.device)
     draws = dict(zip(DRAWS, draws.to(x.dtype).unbind(1), strict=True))  # each is (B,)
     with torch.autocast(x.device.type, enabled=False):  # places of pixels need more than 16 bits
         x = _crop(x, draws, area, ratio, flip)
@@ -1657,6 +1656,24 @@ def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
     pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
     pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
     return pixels.view_as(x)
+
+
+class _OfRank(torch.Generator):
+    """A generator of one of several ranks. All ranks give theirs the same seed."""
+
+    rank, ranks = 0, 1
+
+
+def _drawn(function, n, width, generator, device):
+    """Draw numbers (n, width) for the n samples of this rank.
+    Each rank draws those of the whole batch and takes its own, every ranks-th row. So any number of
+    ranks makes the same run."""
+    rank, ranks = 0, 1
+    if isinstance(generator, _OfRank):
+        rank, ranks = generator.rank, generator.ranks
+    size = n * ranks, width
+    numbers = function(size, generator=generator, device=device, dtype=torch.float32)
+    return numbers[rank::ranks]
 
 
 def _floats(images):
@@ -1789,7 +1806,25 @@ def _unwrapped(network):
     return network
 
 
-def _descend(loss, optimizer, name, read=False):
+@torch.no_grad()
+def _average(tensors, group):
+    """Replace float32 tensors by their means over the ranks, in one message."""
+    if group is None or not tensors:
+        return
+    flat = torch.cat([x.flatten() for x in tensors])
+    distributed.all_reduce(flat, group=group)
+    flat /= distributed.get_world_size(group)
+    parts = flat.split([x.numel() for x in tensors])
+    for x, mean in zip(tensors, parts, strict=True):
+        x.copy_(mean.view_as(x))
+
+
+def _gradients(optimizer):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _descend(loss, optimizer, name, read=False, group=None):
     """Take a step of an optimizer. A loss that is not finite raises FloatingPointError.
     On a GPU this is checked only if `read` is true, because the host has to wait for the loss."""
     if (read or _may_read(loss)) and not loss.isfinite():
@@ -1797,15 +1832,28 @@ def _descend(loss, optimizer, name, read=False):
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
         optimizer.zero_grad()
         loss.backward()
+        _average(_gradients(optimizer), group)
         optimizer.step()
     torch.clear_autocast_cache()  # the cache has the weights from before this step
 
 
 @torch.no_grad()
-def embed(encoder: nn.Module, images: Tensor, batch_size: int = 500) -> tuple:
+def embed(
+    encoder: nn.Module,
+    images: Tensor,
+    batch_size: int = 500,
+    group: distributed.ProcessGroup | None = None,
+) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
     images are (n, 3, H, W), on any device. A copy of the encoder, without wrappers, runs in eval
-    mode. The results have no gradient."""
+    mode. The results have no gradient. With a group each rank embeds a share of the images, which
+    all have, and gets the embeddings of all."""
+    if group is not None:
+        n, ranks = len(images), distributed.get_world_size(group)
+        size = -(-n // ranks)  # shares of one size, as the last image can repeat
+        share = torch.arange(size, device=images.device) + size * distributed.get_rank(group)
+        outputs = embed(encoder, images[share.clamp_max(n - 1)], batch_size)
+        return tuple(gather(x, group)[:n] for x in outputs)
     encoder = copy.deepcopy(_unwrapped(encoder)).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
     outputs = [
@@ -1985,7 +2033,7 @@ class Game(nn.Module):
     def latents(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw latents (n, latent) from N(0, I)."""
         device = self.G.first.bias.device
-        return torch.randn(n, self.G.latent, generator=generator, device=device)
+        return _drawn(torch.randn, n, self.G.latent, generator, device)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
         """Generate n images → images (n, 3, size, size) in [0, 1], the index (n,) of their latents.
@@ -1998,17 +2046,23 @@ class Game(nn.Module):
         return torch.cat([self.G(z), self.G_ema(z)]), index.repeat(2)
 
     def imitate(
-        self, images: Tensor, generator: torch.Generator | None = None, read: bool = False
+        self,
+        images: Tensor,
+        generator: torch.Generator | None = None,
+        read: bool = False,
+        group: distributed.ProcessGroup | None = None,
     ) -> dict:
         """Let D take a step to tell real images x from generated ones, then G a step to deceive D.
             d_loss = E max(0, 1 − D(x)) + E max(0, 1 + D(G(z)))    g_loss = −E D(G(z))
 
-        images    Real images (B, 3, size, size). The first batch_size of them are used.
+        images    Real images (B, 3, size, size). The first batch_size of them are used, over all
+                  ranks of the group.
         read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
 
         The result is a dict of d_loss and g_loss. A loss that is not finite raises
         FloatingPointError. Ref: [3] Eq. 5, with g_loss from [9], as [3] does not name its f_G"""
-        images = _floats(images[: self.batch_size])
+        ranks = 1 if group is None else distributed.get_world_size(group)
+        images = _floats(images[: max(1, self.batch_size // ranks)])
         fake = self.G(self.latents(len(images), generator))
         if images.shape != fake.shape:
             raise InvalidArgument(
@@ -2016,11 +2070,11 @@ class Game(nn.Module):
                 f"{tuple(fake.shape)}. Give the game the size of the images."
             )
         d_loss = F.relu(1 - self.D(images)).mean() + F.relu(1 + self.D(fake.detach())).mean()
-        _descend(d_loss, self.optimizers["D"], "discriminator", read=read)
+        _descend(d_loss, self.optimizers["D"], "discriminator", read, group)
         self.D.requires_grad_(False)  # D passes the gradient on to G, and needs none itself
         g_loss = -self.D(fake).mean()
         self.D.requires_grad_(True)
-        _descend(g_loss, self.optimizers["G"], "generator", read=read)
+        _descend(g_loss, self.optimizers["G"], "generator", read, group)
         return {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
 
     def follow(self) -> None:
@@ -2056,6 +2110,7 @@ class SimCLR(nn.Module):
     """Contrast two random views of each image with the views of the other images in the batch.
     criterion is a ContrastiveLoss. view_options are options of `view`. Ref: [6] Algorithm 1"""
 
+    group = None  # of ranks that share each batch, set by `Training`
     pretrain = 0  # how many epochs the method trains alone before the encoder begins
     scheduled = []  # optimizers of the method whose learning rates follow the recipe
 
@@ -2074,6 +2129,8 @@ class SimCLR(nn.Module):
 
     def contrast(self, *z: Tensor, return_stats: bool = False, **options) -> tuple:
         """Compute the loss of embeddings → loss, statistics (empty without return_stats)."""
+        if self.group is not None:
+            options["group"] = self.group
         result = self.criterion(*z, return_stats=return_stats, **options)
         if return_stats:
             return result
@@ -2113,7 +2170,7 @@ class Bank(SimCLR):
         return self.contrast(z, **given, **options)
 
     def after_step(self):
-        index, z = self.seen
+        index, z = (gather(x, self.group) for x in self.seen)
         self.bank.update(index, z)
 
 
@@ -2152,7 +2209,10 @@ class DiffHard(SimCLR):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
         batch = torch.cat([generated, real])  # (2N, 3, H, W)
         alone = len(latent) + torch.arange(len(images), device=latent.device)
-        options["labels"] = torch.cat([latent, alone])  # (2N,): a pair has one label
+        labels = torch.cat([latent, alone])  # (2N,): a pair has one label
+        if self.group is not None:  # other ranks have other pairs
+            labels = labels + 2 * len(labels) * distributed.get_rank(self.group)
+        options["labels"] = labels
         z, other = self.embed_views(encoder, generator, batch, batch)
         # Step 2. The loop descends this loss to train the encoder. Its gradient reaches G, too.
         loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
@@ -2165,9 +2225,11 @@ class DiffHard(SimCLR):
         # Step 3. In its turn the game moves.
         ascends, real, generator, read = self.turn
         if ascends:
-            self.game.optimizers["ascent"].step()  # Eq. 4
+            ascent = self.game.optimizers["ascent"]
+            _average(_gradients(ascent), self.group)
+            ascent.step()  # Eq. 4
         self.game.follow()  # Eq. 7
-        return self.game.imitate(real, generator, read)  # Eq. 5
+        return self.game.imitate(real, generator, read, self.group)  # Eq. 5
 
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
@@ -2261,14 +2323,18 @@ class Training:
                    computes in bfloat16.
     seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
                    to rounding.
+    group          A process group of torch.distributed, whose ranks share each batch. All ranks
+                   have the same images, and encoders and methods with the same weights. They stay
+                   the same. If batches can be shared evenly, any number of ranks makes the same run
+                   up to rounding. Otherwise up to ranks − 1 images of a batch are left out. On a
+                   GPU BatchNorm sees the whole batch. On a CPU it sees the share of its rank.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
     Each step yields a dict of "epoch", "step", "steps", "loss", the number of "images", and the
     scheduled options. Every tenth of an epoch it has the statistics of the loss, too. Epochs below
     0 are the pre-training of the method, and have no "loss". A loss that is not finite raises
-    FloatingPointError, but on a GPU only in steps with statistics. Training runs in one process.
-    For several, write a loop with DistributedDataParallel, and give the loss its group."""
+    FloatingPointError, but on a GPU only in steps with statistics."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state
 
@@ -2282,6 +2348,7 @@ class Training:
         micro_batch: int | None = None,
         bfloat16: bool | None = None,
         seed: int = 0,
+        group: distributed.ProcessGroup | None = None,
         **settings: float,
     ):
         _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
@@ -2297,15 +2364,23 @@ class Training:
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
+        self.group = method.group = group
+        self.rank, self.ranks = 0, 1
+        if group is not None:
+            self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
+            if self.device.type != "cpu":
+                nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder, group)
+                nn.SyncBatchNorm.convert_sync_batchnorm(self.method, group)
         self.images, self.schedules = images, schedules or {}
         self.micro_batch, self.seed = micro_batch, seed
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
-        _check_number("images", len(images), 2)
+        least = 2 * self.ranks  # BatchNorm needs two images on each rank
+        _check_number("images", len(images), least)
         _check_number("epochs", self.recipe["epochs"], 1)
-        _check_number("batch_size", self.recipe["batch_size"], 2)
+        _check_number("batch_size", self.recipe["batch_size"], least)
         _check_number("lr", self.recipe["lr"], 1e-12, 1e6)
         batches = math.ceil(len(images) / self.recipe["batch_size"])
-        self.steps_per_epoch = min(batches, len(images) // 2)  # a batch has two images or more
+        self.steps_per_epoch = min(batches, len(images) // least)
         self.epochs = self.recipe["epochs"]
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
         self.epoch, self.step_in_epoch = -method.pretrain, 0  # of the next step
@@ -2322,7 +2397,9 @@ class Training:
             seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             batches = order.to(self.images.device).tensor_split(self.steps_per_epoch)
-            for index in batches[self.step_in_epoch :]:
+            for batch in batches[self.step_in_epoch :]:
+                shared = len(batch) // self.ranks * self.ranks
+                index = batch[self.rank : shared : self.ranks]
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
                 step = self.method.pretrain * self.steps_per_epoch + position + 1
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}
@@ -2357,16 +2434,19 @@ class Training:
             if self.micro_batch is not None:
                 encoder = in_micro_batches(encoder, self.micro_batch)
         # Each step has a seed of its own, so that a resumed run repeats the step.
-        generator = torch.Generator(self.device).manual_seed(self.seed * 10**9 + position)
+        generator = _OfRank(self.device).manual_seed(self.seed * 10**9 + position)
+        generator.rank, generator.ranks = self.rank, self.ranks
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             loss, figures = self.method.step(
                 encoder, images, index, generator, return_stats=read, **options
             )
             if encoder is not None:
-                _descend(loss, self.optimizer, "encoder", read)
+                _descend(loss, self.optimizer, "encoder", read, self.group)
                 figures = {"loss": loss.detach()} | figures | options
+            moved = [*self.encoder.named_buffers(), *self.method.named_buffers()]
+            _average([x for name, x in moved if "running" in name], self.group)  # of BatchNorm
             figures |= self.method.after_step() or {}
-        return figures | {"images": len(index)}
+        return figures | {"images": len(index) * self.ranks}
 
     def state_dict(self) -> dict:
         """Return all that a run needs to resume.

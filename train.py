@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 import hardneg
-from training import baselines, compare, flag_of, report, require, runs, shown
+from training import baselines, compare, flag_of, ranks, report, require, runs, shown
 from training.images import KNOWN, TORCHVISION, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
@@ -114,7 +114,7 @@ FLAGS |= {
     "lr": Flag("training", None, float, "Peak learning rate, above 0"),
     "seed": Flag("training", 0, int, "Seed of weights, order and views", "", (0, 1e9)),
     "compile": Flag("free", False, bool, "Compile the encoder, which pays on a GPU in long runs"),
-    "device": Flag("free", "cuda" if torch.cuda.is_available() else "cpu", str, "cpu, cuda:1, …"),
+    "device": Flag("free", ranks.device(), str, "cpu, cuda:1, …"),
     "out": Flag("free", None, Path, "Output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
     "report": Flag("free", True, bool, "End with pictures of what was learned, in OUT/report.html"),
     "overwrite": Flag("free", False, bool, "Replace the run in OUT, finished or stopped"),
@@ -215,6 +215,8 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         encoder, training = build(options, images)
         state = runs.restore(training, options, images)
         learn(options, training, state, images)
+        if not ranks.is_first():
+            return {}
         results = {name: getattr(options, name) for name in FACTS}
         results |= {"seconds": round(state["seconds"], 1), "options": settings}
         results["history"] = state["history"]
@@ -240,7 +242,7 @@ def build(options: Options, images: Images) -> tuple:
     if options.lead_in and options.weights == "top":
         schedules["alpha"] = functools.partial(hardneg.lead_in, alpha=options.alpha)
     method = make_method(options, criterion, encoder, images)
-    settings = options.of("training")
+    settings = options.of("training") | {"group": ranks.group()}
     if options.labels and options.has_effect("labels"):
         baselines.give_labels(method, images.train_labels)
     return encoder, hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)
@@ -274,6 +276,8 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
     first = n * done + n * training.step_in_epoch // training.steps_per_epoch
     with tqdm(total=n * total, initial=first, unit=" images", mininterval=1) as bar:
         for figures in training:
+            if not ranks.is_first():
+                continue
             seen.append(figures)
             shown = bar.update(figures["images"])  # at most once a second
             if shown and "loss" in figures:  # seldom, as reading it waits for the device
@@ -298,15 +302,17 @@ def main(argv: list[str] | None = None) -> None:
     """Run a command. A user's mistake ends it with one line and exit code 2."""
     warnings.formatwarning = lambda message, *_, **__: f"{shown(message)}\n"
     try:
-        act(parse(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
+        with ranks.joined():
+            act(parse(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nStopped. The same command without --overwrite goes on.", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os._exit(141)
     except (hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        print(f"train.py: error: {shown(error)}", file=sys.stderr)
+        if ranks.is_first():
+            print(f"train.py: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -343,7 +349,8 @@ def check(options: Options) -> None:
         if flag.limits and value is not None:
             least, most = flag.limits
             require(least <= value <= most, flag_of(name), value, f"from {least:g} to {most:g}")
-    few = torch.zeros(4, 3, options.size or 32, options.size or 32, dtype=torch.uint8)
+    size = options.size or 32
+    few = torch.zeros(4 * ranks.count(), 3, size, size, dtype=torch.uint8)
     baselines.say_no_effect(options)
     build(options.but(compile=False, queue_size=1, labels=False), Images(few, None, few, None, []))
 

@@ -7,6 +7,7 @@ Each class is a method for `hardneg.Training`. References in brackets are those 
 import copy
 
 import torch
+from torch import distributed
 
 import hardneg
 from training import require
@@ -39,8 +40,12 @@ class Queue(hardneg.SimCLR):
     def step(self, encoder, images, index, generator, **options):
         z = hardneg.unit(self.embed_views(encoder, generator, images)[0])
         keys = hardneg.unit(self.embed_views(self.slow, generator, images)[0])  # no gradient
-        self.keys = keys
-        place = torch.arange(len(keys), device=keys.device)
+        self.keys, place = keys, torch.arange(len(keys), device=keys.device)
+        if self.group is not None:  # in the order of the batch, of which a rank has every k-th row
+            ranks = distributed.get_world_size(self.group)
+            place = ranks * place + distributed.get_rank(self.group)
+            of_ranks = hardneg.gather(keys, self.group).unflatten(0, (ranks, -1))
+            self.keys = of_ranks.transpose(0, 1).flatten(0, 1)
         candidates = torch.cat([self.keys, self.rows])
         given = {"negatives": candidates, "positive_index": place, "normalize": False}
         return self.contrast(z, keys, **given, **options)

@@ -25,7 +25,7 @@ from torchvision.transforms import functional as T
 from tqdm import tqdm
 
 from hardneg import InvalidArgument
-from training import require, shown
+from training import ranks, require, shown
 
 Drawn = namedtuple("Drawn", "images targets")  # the built-in shapes, which are decoded already
 # A row has a class of torchvision.datasets, and its arguments for training images and test images.
@@ -103,7 +103,8 @@ def load(
 
 def read(options) -> Images:
     """Load the images that `train.Options` name, and print what they are."""
-    images = load(root=options.root, **options.of("images"))
+    with ranks.first_before_others():  # it may download
+        images = load(root=options.root, **options.of("images"))
     tensors = [x.to(options.device) for x in images[:4]]
     images = Images._make(tensors + list(images[4:]))
     n, m, side = len(images.train), len(images.test), images.train.shape[-1]

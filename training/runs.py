@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import flag_of, shown
+from training import flag_of, ranks, shown
 from training.images import Images
 
 try:
@@ -61,6 +61,9 @@ def read_checkpoint(folder: Path, device: str) -> dict:
 def alone(folder: Path):
     """Keep other runs out of a folder. The lock ends with the process, however that ends.
     A run that leaves no files removes the folders that it made."""
+    if not ranks.is_first():
+        yield
+        return
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as lock:

@@ -1,0 +1,68 @@
+"""Train in several processes: torchrun --nproc-per-node 2 train.py …
+
+torchrun starts the processes, which are called ranks. Each has a share of every batch. The first
+one, rank 0, prints, saves and measures for all.
+
+With `--max-restarts 2` torchrun begins again after a rank has died. Set the environment variable
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that. Otherwise the new ranks find keys of the old ones.
+"""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+
+import torch
+from torch import distributed
+
+
+def group() -> distributed.ProcessGroup | None:
+    """Return the group of all ranks, or None if there is one process alone."""
+    return distributed.group.WORLD if distributed.is_initialized() else None
+
+
+def count() -> int:
+    """Return the number of ranks."""
+    return 1 if group() is None else distributed.get_world_size()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and saves."""
+    return group() is None or distributed.get_rank() == 0
+
+
+def device() -> str:
+    """Name the device of this process, a GPU of its own if there is one."""
+    if torch.cuda.is_available():
+        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    return "cpu"
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Join the other processes, if torchrun has started this one. All but the first are quiet."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device())
+    # By default a rank waits for ten minutes, in which rank 0 may still read images.
+    distributed.init_process_group(timeout=datetime.timedelta(hours=2))
+    with contextlib.ExitStack() as stack:
+        if not is_first():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        print(f"{count()} processes share each batch. On CPUs BatchNorm sees the share of its own.")
+        yield
+    distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def first_before_others() -> Iterator[None]:
+    """Let rank 0 do something, such as a download, before the others do it."""
+    if not is_first():
+        distributed.barrier()
+    yield
+    if is_first() and group() is not None:
+        distributed.barrier()
