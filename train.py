@@ -170,7 +170,8 @@ def parse(argv: list[str]) -> dict:
     """Parse a command line → the options that it gives."""
     parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
     parser.description = __doc__.split("\n\n")[0]
-    parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
+    parser.epilog = """To train in several processes, write torchrun --nproc-per-node 2 in place of
+    python. [1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"""
     parser.add_argument("--help-all", action="help", help="Explain all options")
     losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     either = parser.add_mutually_exclusive_group()
