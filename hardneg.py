@@ -139,7 +139,8 @@ class Options(TypedDict, total=False):
         None,
         [0, 0.999],
         """τ⁺, the probability that a candidate has the anchor's class. By default the loss decides,
-        and `hcl` and `debiased` take 1 / (N_i + 1).""",
+        and `hcl` and `debiased` take 1 / (N_i + 1). `simple`, `triplet` and functions of your own
+        are not debiased.""",
     ]
     beta: Annotated[float, 0.5, [0, 1e8], "β, how strongly near candidates are preferred [1]."]
     alpha: Annotated[float, 0.3, [1e-9, 1.0], "α, the share of nearest candidates to keep [4]."]
@@ -201,8 +202,8 @@ class Options(TypedDict, total=False):
         """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
         2^23, is computed in one go. Larger batches are cut into blocks of four times as many pairs,
         so that memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result
-        by rounding only. In blocks a loss has neither second derivatives nor forward-mode ones. If
-        a function of yours has parameters that learn, all anchors are computed in one go.""",
+        by rounding only. In blocks a loss has no second derivatives. If a function of yours has
+        parameters that learn, or under torch.func, all anchors are computed in one go.""",
     ]
 
 
@@ -237,8 +238,8 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for
                     candidates that were drawn, where q_j is the probability of candidate j. For K
                     draws with replacement, −log(K q_j) makes the sum stand for all that could be
-                    drawn. If the batch itself was drawn, log q_i − log q_j corrects the positive,
-                    too.
+                    drawn. If the batch itself was drawn, the positive of anchor i was drawn with
+                    probability q_i. Then log q_i − log q_j corrects for both.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -450,10 +451,13 @@ def own_rule(logits, weights):
     The function gets a copy, so that a masked logit has no gradient."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
+        _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note(f"weights got logits {tuple(logits.shape)} of some anchors. {MATRIX_HINT}")
+        error.add_note(
+            f"weights got logits {tuple(logits.shape)} of some anchors. Log weights of your own for "
+            "all anchors go in log_weights="
+        )
         raise
-    _check_result("weights", log_w, logits.shape)
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
 
@@ -469,7 +473,6 @@ WEIGHTS = {
     "top": (top, "any"),
     "transported": (transported, "scaled"),
 }
-MATRIX_HINT = "Log weights of your own for all anchors go in log_weights="
 
 
 def by_rule(logits, candidates, potential, t, options):
@@ -481,8 +484,8 @@ def by_rule(logits, candidates, potential, t, options):
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
     weights (a, M) of positives. A positive gets the weight of a candidate with the same logit,
-    without a potential. The last two are for debiasing, and None without it. The last is also None
-    for a single positive."""
+    without a potential, and up to one factor for each anchor, which cancels in `debias`. The last
+    two are for debiasing, and None without it. The last is also None for a single positive."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
         log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
@@ -611,6 +614,12 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # Their mean of e^s is about that of the positives, and so can be subtracted. In formulas
 #     E  = Σ_j w_j e^{s_j} / Σ_j w_j         over the candidates of an anchor
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
+# These cases come up. Where the floor applies, torch.where does not choose `rest`.
+#     anchor               log E     log E⁺    τ⁺             result
+#     ordinary             finite    finite    below 1        rest
+#     too near a positive  finite    finite    below 1        the floor
+#     without candidates   −1e30     finite    may be 1       the floor; rest may be NaN, not chosen
+#     without positives    finite    −1e30     below 1        rest; `answer` sets its loss to 0
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -619,8 +628,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). The results are
     the log of what is left (a,), and a boolean tensor (a,) that is True where the floor applies.
     The floor is the e^s of the cosine −1, and no mean can be below it. Where it applies, the result
-    has a gradient in t alone. Ref: [1] Eq. 2. Fig. 5 there bounds a sum of N terms, and its floor
-    lacks the factor N."""
+    has a gradient in t alone. Ref: [1] Eq. 2. Fig. 5 there bounds the sum of N terms, so that its
+    floor should be N e^{−1/t}. It prints e^{−1/t}."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     # any number below 0, before expm1, as the NaN gradient of a log would pass through torch.where
@@ -637,8 +646,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # If `top` drops every positive, all have −1e30, so that they share the weight equally. An
-        # absent one is masked twice, by −2e30 or less, so that it gets no share even then.
+        # If `top` drops every positive, all have −1e30, so that they share the weight equally. The
+        # rule and `uniform` both mask an absent one. So it has −2e30 or less, and gets no share.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
@@ -694,7 +703,7 @@ class _Shared(NamedTuple):
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
     batch: bool = False  # the candidates are the views, so the logits of all are symmetric
-    plain: bool = False  # nothing is masked but `own`, which has no −1 and leaves candidates
+    plain: bool = False  # only `own` is masked, has no −1, and every anchor has a candidate
 
 
 def _line_up(options, views, given):
@@ -740,7 +749,7 @@ def _line_up(options, views, given):
     if mask is not None:
         mask = torch.as_tensor(mask, device=z.device).expand(len(anchors), -1)
     if log_weights is not None:
-        # beyond the clamp a log weight would mask, or let count what is masked
+        # a lower log weight would mask a candidate, and a higher one would unmask a masked one
         log_weights = log_weights.detach().to(z).clamp(FAR / 2, -FAR / 2)
         log_weights = log_weights.expand(len(anchors), -1)
     of_each = None
@@ -857,8 +866,8 @@ def _statistics(anchors, shared, options):
 
 
 # ---- 5. Transport: the coupling that gives each candidate the same total weight ----------------
-# Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn, until all rows have one
-# sum and all columns have one. On a small matrix it would be
+# Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn, until every row sums to
+# the same number, and every column sums to the same number. On a small matrix it would be
 #     for _ in range(steps):
 #         f = -torch.logsumexp(log_kernel + g, 1)                   # now rows sum to 1
 #         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
@@ -884,8 +893,8 @@ def sinkhorn(
     If the kernel is its own transpose, say `symmetric`. Then each step ends with the mean
     f = g = (f + g) / 2 [10], and fewer steps are needed. For other kernels that does not converge.
 
-    Tight clusters of rows take many steps, unless the kernel is symmetric. So do masks that force
-    some entries to 0 that are not masked. Ref: [2] Eq. 5"""
+    Tight clusters of rows take many steps, unless the kernel is symmetric. So do masks after which
+    an entry that is not masked has to be 0 in every coupling. Ref: [2] Eq. 5"""
     # A step multiplies the error by up to μ², where μ is the second singular value of √(AN) P. A
     # symmetric step multiplies it by at most 1/8, unless A·P has an eigenvalue below −0.2. With
     # entries that masks force to 0 the error falls as 1 / steps.
@@ -1189,7 +1198,10 @@ def _leaves(node):
 
 
 class _InBlocks(torch.autograd.Function):
-    """A sum with its gradients, or losses whose gradients `run` finds when they are asked for."""
+    """A sum with its gradients, or losses whose gradients `run` finds when they are asked for.
+    sum     run is None, and saved has the gradients, one for each of the inputs
+    "none"  run finds them in the backward pass. saved has all tensors of `run`, so that autograd
+            raises an error if they are changed in place before"""
 
     @staticmethod
     def forward(ctx, value, run, saved, *inputs):
@@ -1218,7 +1230,7 @@ def _over_ranks(value, count, group):
     """Sum over ranks. With two ranks, rank 0 has the sum L_0 of the losses of its anchors, and rank
     1 has L_1. Both return the value L_0 + L_1. The backward pass of `gather` brings the gradients
     of both sums to the rows of each rank. DDP then takes the mean of the gradients of both ranks,
-    which halves them. So the gradient of rank r is that of 2 L_r."""
+    which halves them. To undo that, rank r gives the backward pass 2 L_r."""
     totals = torch.stack([value.detach(), torch.zeros_like(value) + count])
     distributed.all_reduce(totals, group=group)
     scaled = distributed.get_world_size(group) * value
@@ -1302,7 +1314,7 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # shares are an output, too, so that autograd can differentiate `backward` by them
+        # shares are returned, too, so that second derivatives can flow through them
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -1536,7 +1548,7 @@ def _check_result(name, result, shape):
     if not torch.is_tensor(result) or result.shape != shape:
         raise InvalidArgument(
             f"{name} returned {_describe(result)}. It must return a tensor {tuple(shape)}, with a "
-            f"row for each anchor that it is given. {MATRIX_HINT}"
+            "row for each anchor that it is given."
         )
 
 
