@@ -454,8 +454,8 @@ def own_rule(logits, weights):
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
         error.add_note(
-            f"weights got logits {tuple(logits.shape)} of some anchors. Log weights of your own for "
-            "all anchors go in log_weights="
+            f"weights got logits {tuple(logits.shape)} of some anchors. Log weights of your own "
+            "for all anchors go in log_weights="
         )
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
