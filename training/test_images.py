@@ -25,7 +25,7 @@ def write_images(folder, per_class=6, classes=("cat", "dog"), size=(20, 20)):
 
 def values_of(pixels):
     """Return the first value of each constant image."""
-    return pixels[:, 0, 0, 0].tolist()
+    return pixels[:][:, 0, 0, 0].tolist()
 
 
 class TestShapes:
@@ -290,7 +290,7 @@ class TestFolders:
         assert values_of(found.train) == [1, 3, 4, 5, 40, 41, 42, 43, 44]
         assert found.train_labels.tolist() == [0] * 4 + [1] * 5
         state = torch.get_rng_state()
-        assert torch.equal(found.train, images.load(tmp_path).train)
+        assert torch.equal(found.train[:], images.load(tmp_path).train[:])
         assert torch.equal(torch.get_rng_state(), state)
         for path in (tmp_path / "test").rglob("*.png"):
             path.write_bytes(b"")
