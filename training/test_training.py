@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 import hardneg
 import train
 from hardneg import InvalidArgument, Training
-from training import compare, images, readouts, report, runs
+from training import cache, compare, images, readouts, report, runs
+from training.cache import Rows
 from training.images import Images
 from training.test_images import write_images
 
@@ -128,16 +129,15 @@ class TestReport:
             close(found["uniformity"], hardneg.uniformity(z), 1e-4)
 
     def test_of_very_many_images_an_even_share_is_read_out(self, few, monkeypatch):
-        """Pixels are averaged to 32 × 32."""
+        """Pixels are averaged to 16 × 16."""
         seen = []
         monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
         monkeypatch.setattr(report, "READOUT", 100)
         large = few.train.repeat_interleave(4, 2).repeat_interleave(4, 3)
         test = few.test.repeat_interleave(4, 2).repeat_interleave(4, 3)
         report.evaluate(None, few._replace(train=large, test=test))
-        assert seen[1].bincount().tolist() == [25] * 4 and seen[0].shape == (100, 3 * 32 * 32)
-        double = few.test.repeat_interleave(2, 2).repeat_interleave(2, 3)
-        close(seen[2], double.flatten(1) / 255, 1e-6)
+        assert seen[1].bincount().tolist() == [25] * 4 and seen[0].shape == (100, 3 * 16 * 16)
+        close(seen[2], few.test.flatten(1) / 255, 1e-6)
 
     def test_uniformity_looks_at_a_share_and_no_figure_is_of_nan(self, few, monkeypatch):
         monkeypatch.setattr(report, "PAIRED", 60)
@@ -159,6 +159,13 @@ class TestReport:
         assert evaluate.call_count == 3 + 1 + 2
         assert found["untrained"] == report.evaluate(runs.untrained("small", few, 4), few)
         assert known["small 3"] != known["small 4"]
+
+    def test_small_images_are_read_out_as_they_are(self, few, monkeypatch):
+        seen = []
+        monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
+        tiny = few._replace(train=few.train[:, :, :9, :9], test=few.test[:, :, :9, :9])
+        report.evaluate(None, tiny)
+        close(seen[0], tiny.train.flatten(1) / 255, 1e-6)
 
     def test_a_run_that_learned_nothing_says_so(self, capsys):
         figures = dict.fromkeys(report.COLUMNS, 10.0)
@@ -305,6 +312,88 @@ def in_a_process(function, *arguments):
     process.start()
     process.join()
     return process.exitcode
+
+
+def die_while_writing(folder, kept, moment):
+    """Load images, and be killed before a line of the function that writes them decoded."""
+    left = [moment]
+
+    def trace(frame, event, _):
+        if frame.f_code is not cache.write.__code__:
+            return None
+        left[0] -= event == "line"
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    images.load(folder, kept=kept)
+
+
+class TestKept:
+    """Decoded images in a file: runs that are killed, and what runs gather of them."""
+
+    def test_what_a_killed_run_wrote_is_whole_or_not_believed(self, tmp_path, monkeypatch):
+        folder, kept = tmp_path / "photos", tmp_path / "kept"
+        write_images(folder)
+        wanted = images.load(folder)
+        monkeypatch.setattr(images, "colours_of", Mock(wraps=images.colours_of))
+        whole = []
+        for moment in itertools.count(1):
+            if in_a_process(die_while_writing, folder, kept, moment) == 0:
+                break
+            whole.append(bool(list(kept.glob("*.images"))))
+            images.colours_of.reset_mock()
+            found = images.load(folder, kept=kept)
+            assert torch.equal(found.train[:], wanted.train)
+            assert torch.equal(found.test[:], wanted.test)
+            assert images.colours_of.call_count == 12 * (not whole[-1])
+            (path,) = kept.glob("*.images")
+            assert len(list(kept.iterdir())) == 1 + (kept / ".lock").exists()
+            path.unlink()
+        assert whole == sorted(whole) and sum(whole) < 4 and len(whole) > 20
+
+    @pytest.mark.parametrize("method", ["bank", "queue"])
+    def test_no_run_gathers_all_images(self, method, tmp_path):
+        """Neither to begin or resume, nor to train, measure or report."""
+        gathered, device = [], torch.device("cpu")
+
+        class Kept:
+            """Stands for a mapped tensor."""
+
+            def __init__(self, pixels):
+                self.pixels, self.shape, self.device = pixels, pixels.shape, device
+
+            def __getitem__(self, index):
+                gathered.append(len(index))
+                return self.pixels[index]
+
+        train_set, test_set = (
+            images.shapes(1100, seed=1, size=8),
+            images.shapes(600, seed=2, size=8),
+        )
+        mapped = [Rows(Kept(x.images), torch.arange(len(x.images))) for x in (train_set, test_set)]
+        sets = mapped[0], train_set.targets, mapped[1], test_set.targets
+        given = {"method": method, "epochs": 1, "out": tmp_path / "run", "report": True}
+        options = train.Options(**SMALL | given)
+        train.run(options, Images(*sets, images.SHAPES))
+        assert 0 < max(gathered) <= 500
+
+    def test_a_run_without_a_cache_goes_on_with_one(self, tmp_path, capsys):
+        """Its file may have another time by then."""
+        folder = tmp_path / "photos"
+        write_images(folder, per_class=20, size=(8, 8))
+        (tmp_path / "file").touch()
+        words = f"--data {folder} --epochs 2 --batch-size 16 --no-report --out {tmp_path / 'run'}"
+        with pytest.warns(UserWarning, match="file cannot keep decoded images"):
+            train.main([*words.split(), "--cache", f"{tmp_path / 'file'}"])
+        first = numbers_of(tmp_path / "run" / "results.json")
+        (tmp_path / "run" / "results.json").unlink()
+        os.utime(folder / "cat" / "0.png")
+        train.main([*words.split(), "--cache", f"{tmp_path / 'kept'}"])
+        assert "resumed after epoch 2 of 2" in capsys.readouterr().out
+        assert numbers_of(tmp_path / "run" / "results.json") == first
+        assert len(list((tmp_path / "kept").glob("*.images"))) == 1
 
 
 @pytest.mark.filterwarnings("ignore:the generator has collapsed")
