@@ -2325,7 +2325,8 @@ class Training:
 
     encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
     images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
-                   the CPU.
+                   the CPU. An object that has their length, shape and device will do, if an
+                   index gives their rows.
     method         A SimCLR, Bank or DiffHard, or a method of your own.
     recipe         A row of RECIPES.
     schedules      Functions that give options of the loss from the progress in [0, 1], such as

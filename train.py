@@ -46,8 +46,8 @@ TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier 
 #     limits   least and most
 # To add an option, add a row. Options of the loss get theirs from hardneg.Options.
 Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", ()))
-CRITERION = ["loss", "weights", "objective", "temperature", "tau_plus", "detach_weights", "beta"]
-CRITERION += ["alpha", "epsilon", "cost", "margin"]
+CRITERION = "loss weights objective temperature tau_plus detach_weights beta".split()
+CRITERION += "alpha epsilon cost margin".split()
 ROWS = hardneg.WEIGHTS | hardneg.OBJECTIVES
 DEBIASED = [x for x in ROWS if "log_negatives" in hardneg.takes(ROWS[x][0])]
 # what the parameters of a rule or an objective do not tell
@@ -115,6 +115,7 @@ FLAGS |= {
     "seed": Flag("training", 0, int, "Seed of weights, order and views", "", (0, 1e9)),
     "compile": Flag("free", False, bool, "Compile the encoder, which pays on a GPU in long runs"),
     "device": Flag("free", ranks.device(), str, "cpu, cuda:1, …"),
+    "cache": Flag("free", None, Path, "Folder of decoded images; if not given ~/.cache/hardneg"),
     "out": Flag("free", None, Path, "Output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
     "report": Flag("free", True, bool, "End with pictures of what was learned, in OUT/report.html"),
     "overwrite": Flag("free", False, bool, "Replace the run in OUT, finished or stopped"),
@@ -350,10 +351,10 @@ def check(options: Options) -> None:
         if flag.limits and value is not None:
             least, most = flag.limits
             require(least <= value <= most, flag_of(name), value, f"from {least:g} to {most:g}")
-    size = options.size or 32
-    few = torch.zeros(4 * ranks.count(), 3, size, size, dtype=torch.uint8)
+    side = options.size or 32
+    few = torch.zeros(4 * ranks.count(), 3, side, side, dtype=torch.uint8)
     baselines.say_no_effect(options)
-    build(options.but(compile=False, queue_size=1, labels=False), Images(few, None, few, None, []))
+    build(options.but(compile=False, queue_size=1, labels=False), Images(few, few, few, few, []))
 
 
 if __name__ == "__main__":

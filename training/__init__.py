@@ -1,8 +1,8 @@
 """The modules that train.py is made of.
 
-`images` loads the images. `runs` keeps the folder of a run. `readouts` measures what was learned,
-and `report` shows it. `baselines` has further methods of training. `compare` trains with several
-losses.
+`images` loads the images, and `cache` keeps them decoded. `runs` keeps the folder of a run.
+`readouts` measures what was learned, and `report` shows it. `baselines` has further methods of
+training. `compare` trains with several losses.
 """
 
 import hardneg

@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 import warnings
+import zlib
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
 from multiprocessing.pool import ThreadPool
@@ -25,7 +26,8 @@ from torchvision.transforms import functional as T
 from tqdm import tqdm
 
 from hardneg import InvalidArgument
-from training import ranks, require, shown
+from training import cache, ranks, require, shown
+from training.cache import Rows
 
 Drawn = namedtuple("Drawn", "images targets")  # the built-in shapes, which are decoded already
 # A row has a class of torchvision.datasets, and its arguments for training images and test images.
@@ -52,12 +54,13 @@ KNOWN = f"shapes, {', '.join(TORCHVISION)}, or a folder"
 class Images(NamedTuple):
     """A training set and a test set."""
 
-    train: Tensor  # (n, 3, H, W), uint8
+    train: Tensor | Rows  # (n, 3, H, W), uint8
     train_labels: Tensor  # (n,), −1 where an image has none
-    test: Tensor  # (m, 3, H, W)
+    test: Tensor | Rows  # (m, 3, H, W)
     test_labels: Tensor  # (m,)
     classes: list[str]  # their names, or empty if there are no classes
     split: str = ""  # a sentence on what is for testing
+    checksums: tuple = ()  # of both
 
 
 def load(
@@ -67,9 +70,11 @@ def load(
     fraction: float = 1.0,
     validation: bool = False,
     seed: int = 0,
+    kept: Path | None = None,
 ) -> Images:
     """Load "shapes", a set of TORCHVISION or a folder of images.
-    The arguments are the options of train.py that have the same names."""
+    The arguments are the options of train.py that have the same names. kept is --cache. Without it
+    all is decoded into memory."""
     split = "The data set has test images of its own."
     if data == "shapes":
         size, classes = size or 32, SHAPES
@@ -91,7 +96,9 @@ def load(
     else:
         tested = torch.arange(len(labels_of(test)))
     chosen = chosen[share(labels[chosen], fraction, seed)]
-    images = Images(*decode(train, chosen, size), *decode(test, tested, size), classes, split)
+    *train, of_train = take(train, chosen, size, kept)
+    *test, of_test = take(test, tested, size, kept)
+    images = Images(*train, *test, classes, split, (of_train, of_test))
     n, m = len(images.train), len(images.test)
     if min(n, m) < 2:
         raise InvalidArgument(
@@ -103,20 +110,31 @@ def load(
 
 def read(options) -> Images:
     """Load the images that `train.Options` name, and print what they are."""
-    with ranks.first_before_others():  # it may download
-        images = load(root=options.root, **options.of("images"))
-    tensors = [x.to(options.device) for x in images[:4]]
-    images = Images._make(tensors + list(images[4:]))
+    kept = options.cache or cache.home()
+    with ranks.first_before_others():  # it may download and decode
+        images = load(root=options.root, kept=kept, **options.of("images"))
+    device, names = torch.device(options.device), ["train_labels", "test_labels"]
+    if fits(images, device):
+        names += ["train", "test"]
+    images = images._replace(**{name: getattr(images, name).to(device) for name in names})
     n, m, side = len(images.train), len(images.test), images.train.shape[-1]
     kinds = "without classes, as it has fewer than two folders of images, so without accuracies"
     if images.classes:
         kinds = f"of {len(images.classes)} classes ({some(images.classes)})"
     print(
         f"{shown(options.data)} has {n} images to train on and {m} to test, {kinds}. "
-        f"All have {side} × {side} pixels and are on {options.device}. {images.split}",
+        f"All have {side} × {side} pixels and are on {images.train.device}. {images.split}",
         flush=True,
     )
     return images
+
+
+def fits(images: Images, device: torch.device) -> bool:
+    """Whether images may move to a device. On a GPU they fill at most a third of its memory."""
+    if device.type == "cuda":
+        third = torch.cuda.get_device_properties(device).total_memory / 3
+        return math.prod(images.train.shape) + math.prod(images.test.shape) <= third
+    return device.type != "cpu"
 
 
 def some(names: list) -> str:
@@ -152,8 +170,9 @@ def at_most(images: Images, n: int) -> Images:
     """Take about n training and n test images, an equal share of each class."""
     some = share(images.train_labels.cpu(), min(1, n / len(images.train)), 0)
     others = share(images.test_labels.cpu(), min(1, n / len(images.test)), 0)
-    train = images.train[some], images.train_labels[some]
-    return Images(*train, images.test[others], images.test_labels[others], images.classes)
+    train = Rows(images.train, some), images.train_labels[some]
+    test = Rows(images.test, others), images.test_labels[others]
+    return Images(*train, *test, images.classes)
 
 
 # ---- The built-in images: an outline is a class ------------------------------------------------
@@ -247,7 +266,8 @@ class Folder:
     Each folder in it is a class. If it has fewer than two folders, there are no classes."""
 
     def __init__(self, root: Path, paths: list[Path]):
-        tops = {path: path.relative_to(root).parts[0] for path in paths if root in path.parents}
+        n = len(root.parts)  # by parts, as pathlib's own ways take seconds for many files
+        tops = {path: path.parts[n] for path in paths if path.parts[:n] == root.parts}
         names = sorted({top for path, top in tops.items() if path.name != top})
         if len(names) > 1:
             labels = {name: k for k, name in enumerate(names)}
@@ -269,11 +289,12 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
     left_out gets the reason for each of the others. Links to what is read anyway, in the folder
     home, are not followed, nor those that lead in a circle."""
     paths = []
-    for path in sorted(folder.iterdir()):
-        real = path.resolve()
-        if path.name[0] == ".":
+    for name in sorted(os.listdir(folder)):
+        path = folder / name
+        if name[0] == ".":
             left_out[path] = "are hidden"
         elif path.is_dir():
+            real = path.resolve()
             above = folder.resolve().is_relative_to(real)
             if real in seen or above or (path.is_symlink() and real.is_relative_to(home)):
                 left_out[path] = "are links to what is read elsewhere"
@@ -306,7 +327,7 @@ def places_of(folder: Path, paths: list[Path]) -> list[Path]:
     Otherwise the folder itself is the only place. What could be either is an error."""
     depths, inner = {}, set()
     for path in paths:
-        parts = path.relative_to(folder).parts
+        parts = path.parts[len(folder.parts) :]
         if len(parts) > 1:
             depths[parts[0]] = max(len(parts), depths.get(parts[0], 0))
         inner.update(parts[1:-1])
@@ -397,33 +418,53 @@ def colours_of(picture: Image.Image) -> Image.Image:
     return upright.convert("RGB")
 
 
-def decode(dataset, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Decode some images of a set as squares → uint8 (n, 3, size, size), labels (n,).
-    Files that cannot be read are left out, with a warning that names some."""
+def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
+    """Take some images of a set as squares → uint8 (n, 3, size, size), labels (n,), a checksum.
+    If a folder may keep them, all files of the set are decoded, but only once. Files that cannot be
+    read are left out, with a warning that names some."""
+    labels = labels_of(dataset)[index]
     if isinstance(dataset, Drawn):
-        return dataset.images[index], dataset.targets[index]
+        images = dataset.images[index]
+        return images, labels, zlib.crc32(images.numpy())
+    found = None
+    if kept is not None and isinstance(dataset, Folder) and len(dataset) > 0:
+        parts = functools.partial(decode, dataset, torch.arange(len(dataset)), size)
+        found = cache.kept(kept, dataset.imgs, size, parts)
+    if found is not None:
+        images, facts = Rows(found[0], index), [found[1][k] for k in index.tolist()]
+    else:
+        images, facts = torch.empty(len(index), 3, size, size, dtype=torch.uint8), []
+        for part, some_facts in decode(dataset, index, size):
+            images[len(facts) :][: len(part)] = part
+            facts += some_facts
+    broken = [fact for fact in facts if isinstance(fact, str)]
+    if broken:
+        message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
+        again = "" if found is None else " To try them again, remove what --cache keeps."
+        warnings.warn(f"{message}, for example {some(broken)}.{again}", stacklevel=1)
+        readable = [k for k, fact in enumerate(facts) if isinstance(fact, int)]
+        images, labels = Rows(images, torch.tensor(readable, dtype=torch.long)), labels[readable]
+        facts = [facts[k] for k in readable]
+    return images, labels, zlib.crc32(repr(facts).encode())
+
+
+def decode(dataset, index: Tensor, size: int) -> Iterator[tuple[Tensor, list]]:
+    """Decode images of a set as squares, and yield some at a time with the fact of each.
+    A fact is the checksum of an image. If it cannot be read, the fact says why, and it is black."""
 
     def item(k):
         try:
-            picture, label = dataset[k]
+            picture, _ = dataset[k]
             with picture:
                 square = ImageOps.fit(colours_of(picture), (size, size))
-            return T.pil_to_tensor(square), label
+            return T.pil_to_tensor(square), zlib.crc32(square.tobytes())
         except Exception as error:  # broken files raise exceptions of many types
-            return None, f"{dataset.imgs[k]} ({error})"
+            return torch.zeros(3, size, size, dtype=torch.uint8), f"{dataset.imgs[k]} ({error})"
 
-    images = torch.empty(len(index), 3, size, size, dtype=torch.uint8)
-    labels, broken = [], []
-    with ThreadPool(os.cpu_count()) as pool:  # decoding releases Python's lock, so threads help
-        items = pool.imap(item, index.tolist(), chunksize=32)
-        bar = tqdm(items, "reading", len(index), unit=" images", leave=False, delay=2)
-        for image, label in bar:
-            if image is None:
-                broken.append(label)
-            else:
-                images[len(labels)] = image
-                labels.append(label)
-    if broken:
-        message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
-        warnings.warn(f"{message}, for example {some(broken)}.", stacklevel=1)
-    return images[: len(labels)], torch.tensor(labels, dtype=torch.long)
+    bar = tqdm(None, "reading", len(index), unit=" images", leave=False, delay=2)
+    with ThreadPool(os.cpu_count()) as pool, bar:  # decoding releases Python's lock
+        for start in range(0, len(index), 512):
+            found = pool.map(item, index[start : start + 512].tolist(), chunksize=16)
+            images, facts = zip(*found, strict=True)
+            bar.update(len(facts))
+            yield torch.stack(images), list(facts)

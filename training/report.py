@@ -19,6 +19,7 @@ from torchvision.utils import make_grid
 
 import hardneg
 from training import readouts, runs, shown
+from training.cache import Rows
 from training.images import Images, at_most, share
 
 COLUMNS = {"linear": "linear %", "knn": "kNN %"}
@@ -33,15 +34,16 @@ PAIRED = 10_000  # uniformity looks at all pairs of no more embeddings, in half 
 
 
 def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -> dict:
-    """Measure an encoder. If it is None, measure the pixels, averaged to 32 × 32.
+    """Measure an encoder. If it is None, measure the pixels, averaged to 16 × 16.
     Accuracies are in percent. Without classes, figures that need them are None."""
     least = 0 if images.classes else -1
     some = (images.train_labels >= least).nonzero()[:, 0]
     fraction = min(1, READOUT / max(1, len(some)))
     some = some[share(images.train_labels[some].cpu(), fraction, 0)]
-    train, _ = _features(encoder, images.train[some])
-    test, z = _features(encoder, images.test)
-    sets = train, images.train_labels[some], test, images.test_labels
+    labels = images.train_labels[some]
+    train, _ = _features(encoder, Rows(images.train, some), labels.device)
+    test, z = _features(encoder, images.test, labels.device)
+    sets = train, labels, test, images.test_labels
     readouts.check_finite(train=train, test=test, embeddings=z)
     even = share(images.test_labels.cpu(), min(1, PAIRED / len(z)), 0)
     ways = {"uniformity": (hardneg.uniformity, [z[even]])}
@@ -58,12 +60,13 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     return found
 
 
-def _features(encoder, images):
-    """Return features and embeddings of images. Without an encoder both are the pixels."""
+def _features(encoder, images, device):
+    """Return features and embeddings of images. Without an encoder both are the pixels.
+    Pixels averaged to 16 × 16 are told apart better than more of them, and in less time."""
     if encoder is not None:
         return hardneg.embed(encoder, images)
-    pool = torch.nn.AdaptiveAvgPool2d(min(32, images.shape[-1]))
-    pixels = torch.cat([pool(part / 255).flatten(1) for part in images.split(500)])
+    pool = torch.nn.AdaptiveAvgPool2d(min(16, images.shape[-1]))
+    pixels = torch.cat([pool(part.to(device) / 255).flatten(1) for part in images.split(500)])
     return pixels, pixels
 
 

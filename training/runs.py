@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import zlib
 from pathlib import Path
 
 import torch
@@ -127,8 +126,7 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
 def restore(training: hardneg.Training, options, images: Images) -> dict:
     """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
     n, size = len(training.images), training.images.shape[-1]
-    content = zlib.crc32(images.test.cpu().numpy(), zlib.crc32(images.train.cpu().numpy()))
-    now = {"images": n, "size": size, "content": content}
+    now = {"images": n, "size": size, "checksums": images.checksums}
     if options.overwrite:
         for name in (CHECKPOINT, RESULTS, PAGE):
             (options.out / name).unlink(missing_ok=True)
@@ -154,4 +152,4 @@ def untrained(name: str, images: Images, seed: int) -> hardneg.Encoder:
     """Make the encoder that a run with this seed begins with."""
     torch.manual_seed(seed)
     encoder = hardneg.Encoder(name, size=images.train.shape[-1])
-    return encoder.to(images.train.device, memory_format=torch.channels_last)
+    return encoder.to(images.train_labels.device, memory_format=torch.channels_last)

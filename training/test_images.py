@@ -1,7 +1,13 @@
 """Tests of the images that train.py takes: built-in shapes, torchvision's sets, folders."""
 
+import fcntl
 import io
+import os
+import shutil
+import threading
 import warnings
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +17,8 @@ from torchvision import datasets
 from torchvision.transforms import functional as transforms
 
 from hardneg import InvalidArgument
-from training import images
+from training import cache, images
+from training.cache import Rows
 
 
 def write_images(folder, per_class=6, classes=("cat", "dog"), size=(20, 20)):
@@ -25,7 +32,7 @@ def write_images(folder, per_class=6, classes=("cat", "dog"), size=(20, 20)):
 
 def values_of(pixels):
     """Return the first value of each constant image."""
-    return pixels[:, 0, 0, 0].tolist()
+    return pixels[:][:, 0, 0, 0].tolist()
 
 
 class TestShapes:
@@ -290,7 +297,7 @@ class TestFolders:
         assert values_of(found.train) == [1, 3, 4, 5, 40, 41, 42, 43, 44]
         assert found.train_labels.tolist() == [0] * 4 + [1] * 5
         state = torch.get_rng_state()
-        assert torch.equal(found.train, images.load(tmp_path).train)
+        assert torch.equal(found.train[:], images.load(tmp_path).train[:])
         assert torch.equal(torch.get_rng_state(), state)
         for path in (tmp_path / "test").rglob("*.png"):
             path.write_bytes(b"")
@@ -314,3 +321,151 @@ class TestFolders:
             write_images(tmp_path, per_class=1)
         with pytest.raises(InvalidArgument, match=f"^--data is {tmp_path}"):
             images.load(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot be read")
+class TestCache:
+    """Decoded images that a file keeps."""
+
+    @pytest.fixture
+    def photos(self, tmp_path, monkeypatch):
+        """A folder of 20 images, two of them broken, and one to keep them decoded.
+        The function that converts each picture counts its calls."""
+        write_images(tmp_path / "photos", per_class=10)
+        for name in ("cat/3", "dog/9"):
+            (tmp_path / "photos" / f"{name}.png").write_bytes(b"no image")
+        monkeypatch.setattr(images, "colours_of", Mock(wraps=images.colours_of))
+        return tmp_path / "photos", tmp_path / "kept"
+
+    @staticmethod
+    def assert_equal(one, other):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a[:], b[:]) if hasattr(a, "shape") else a == b
+
+    def files_of(self, kept):
+        return sorted(path.suffix or path.name for path in kept.iterdir())
+
+    def test_rows(self):
+        """They are those that indexing gives, in all the ways in which images are taken."""
+        pixels = torch.arange(7 * 12, dtype=torch.uint8).view(7, 3, 2, 2)
+        index, inner = torch.tensor([4, 0, 6, 2, 2]), torch.tensor([3, 1])
+        wanted = pixels[index]
+        rows = Rows(pixels, index)
+        assert len(rows) == 5 and rows.shape == (5, 3, 2, 2) and rows.device == pixels.device
+        for k in (1, slice(1, 3), inner, [0, 4]):
+            assert torch.equal(rows[k], wanted[k])
+        assert torch.equal(Rows(rows, inner)[:], wanted[inner])
+        assert [len(part) for part in rows.split(2)] == [2, 2, 1]
+        assert torch.equal(torch.cat([*Rows(rows, inner).split(1)]), wanted[inner])
+        assert torch.equal(rows.to(torch.device("cpu")), wanted)
+
+    @pytest.mark.parametrize("options", [{}, {"fraction": 0.4, "seed": 3}, {"validation": True}])
+    def test_tensors_are_those_of_memory_and_the_next_start_decodes_nothing(self, options, photos):
+        folder, kept = photos
+        with pytest.warns(UserWarning, match="cannot be read .* cat.3.png|dog.9.png") as said:
+            in_memory = images.load(folder, **options)
+        for decoded in (20, 0):
+            images.colours_of.reset_mock()
+            with pytest.warns(UserWarning) as said_now:
+                found = images.load(folder, kept=kept, **options)
+            assert images.colours_of.call_count == decoded - 2 * (decoded > 0)
+            self.assert_equal(found, in_memory)
+            again = " To try them again, remove what --cache keeps."
+            assert [f"{x.message}" for x in said_now] == [f"{x.message}{again}" for x in said]
+            assert isinstance(found.train, Rows)
+
+    def test_all_shares_are_of_one_file(self, photos, capsys):
+        """One sentence says where it lies, and how large it is."""
+        folder, kept = photos
+        settings = [{"fraction": 0.3}, {"seed": 1, "fraction": 0.5}, {"validation": True}, {}]
+        for options in settings:
+            images.load(folder, kept=kept, **options)
+        assert images.colours_of.call_count == 18 and self.files_of(kept) == [".images", ".lock"]
+        (path,) = kept.glob("*.images")
+        assert capsys.readouterr().out == (
+            f"{path} keeps decoded images (0 MB). Remove it at any time.\n"
+        )
+        path.unlink()
+        images.load(folder, kept=kept)
+        images.load(folder, kept=kept, size=8)
+        assert len(list(kept.glob("*.images"))) == 2
+
+    @pytest.mark.parametrize("change", ["time", "size", "version", "name"])
+    def test_what_was_changed_is_decoded_anew(self, change, photos, monkeypatch):
+        folder, kept = photos
+        images.load(folder, kept=kept)
+        file = folder / "cat" / "0.png"
+        times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+        if change == "time":
+            os.utime(file, ns=(times[0], times[1] + 1))
+        elif change == "size":
+            Image.new("RGB", (20, 20), (77, 77, 77)).save(file, compress_level=0)
+            os.utime(file, ns=times)
+        elif change == "version":
+            monkeypatch.setattr(cache, "VERSION", 0)
+        else:
+            file.rename(file.with_name("00.png"))
+        images.colours_of.reset_mock()
+        found = images.load(folder, kept=kept)
+        assert images.colours_of.call_count == 18
+        assert (77 in values_of(found.train)) == (change == "size")
+
+    FAULTS = ["full before", "full meanwhile", "no folder", "no locks", "damaged", "cut"]
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_what_cannot_be_kept_is_decoded_into_memory(self, fault, photos, monkeypatch):
+        folder, kept = photos
+        in_memory = images.load(folder)
+        if fault == "full before":
+            monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        elif fault == "full meanwhile":
+            monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left")))
+        elif fault == "no folder":
+            kept.write_text("a file")
+        elif fault == "no locks":  # as on some file systems
+            monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
+        else:
+            images.load(folder, kept=kept)
+            (path,) = kept.glob("*.images")
+            content = path.read_bytes()
+            path.write_bytes(content[:-9] if fault == "damaged" else content[:99])
+        with pytest.warns(UserWarning, match="cannot keep decoded images .* into memory. Choose"):
+            found = images.load(folder, kept=kept)
+        self.assert_equal(found, in_memory)
+        assert kept.is_file() or ".part" not in self.files_of(kept)
+
+    def test_what_a_killed_run_left_is_cleared(self, photos):
+        folder, kept = photos
+        kept.mkdir()
+        for name in ("a.part", "b.part", "c.images"):
+            (kept / name).touch()
+        images.load(folder, kept=kept)
+        assert self.files_of(kept) == [".images", ".images", ".lock"]
+
+    def test_a_run_waits_for_another_that_writes(self, photos, tmp_path):
+        """Its parts stay. What it wrote is not decoded again."""
+        folder, kept = photos
+        wanted, found = images.load(folder, kept=tmp_path / "other"), []
+        images.colours_of.reset_mock()
+        kept.mkdir()
+        (kept / "a.part").touch()
+        with open(kept / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            late = threading.Thread(target=lambda: found.append(images.load(folder, kept=kept)))
+            late.start()
+            late.join(0.5)
+            assert late.is_alive() and self.files_of(kept) == [".lock", ".part"]
+            for path in (tmp_path / "other").glob("*.images"):
+                shutil.copy(path, kept)
+        late.join(20)
+        self.assert_equal(found[0], wanted)
+        assert images.colours_of.call_count == 0
+
+    def test_what_fills_over_a_third_of_a_gpu_stays_where_it_is(self, monkeypatch):
+        pixels = torch.zeros(10, 3, 10, 10, dtype=torch.uint8)
+        some = images.Images(pixels, None, pixels, None, [])
+        for memory, fits in ((3 * 6000, True), (3 * 6000 - 3, False)):
+            properties = Mock(return_value=SimpleNamespace(total_memory=memory))
+            monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+            assert images.fits(some, torch.device("cuda")) == fits
+        assert not images.fits(some, torch.device("cpu"))

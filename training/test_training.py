@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -22,13 +21,14 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import distributed, nn
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import hardneg
 import train
 from hardneg import InvalidArgument, Training
-from training import baselines, compare, images, readouts, report, runs
+from training import cache, compare, images, readouts, report, runs
+from training.cache import Rows
 from training.images import Images
 from training.test_images import write_images
 
@@ -129,16 +129,15 @@ class TestReport:
             close(found["uniformity"], hardneg.uniformity(z), 1e-4)
 
     def test_of_very_many_images_an_even_share_is_read_out(self, few, monkeypatch):
-        """Pixels are averaged to 32 × 32."""
+        """Pixels are averaged to 16 × 16."""
         seen = []
         monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
         monkeypatch.setattr(report, "READOUT", 100)
         large = few.train.repeat_interleave(4, 2).repeat_interleave(4, 3)
         test = few.test.repeat_interleave(4, 2).repeat_interleave(4, 3)
         report.evaluate(None, few._replace(train=large, test=test))
-        assert seen[1].bincount().tolist() == [25] * 4 and seen[0].shape == (100, 3 * 32 * 32)
-        double = few.test.repeat_interleave(2, 2).repeat_interleave(2, 3)
-        close(seen[2], double.flatten(1) / 255, 1e-6)
+        assert seen[1].bincount().tolist() == [25] * 4 and seen[0].shape == (100, 3 * 16 * 16)
+        close(seen[2], few.test.flatten(1) / 255, 1e-6)
 
     def test_uniformity_looks_at_a_share_and_no_figure_is_of_nan(self, few, monkeypatch):
         monkeypatch.setattr(report, "PAIRED", 60)
@@ -160,6 +159,13 @@ class TestReport:
         assert evaluate.call_count == 3 + 1 + 2
         assert found["untrained"] == report.evaluate(runs.untrained("small", few, 4), few)
         assert known["small 3"] != known["small 4"]
+
+    def test_small_images_are_read_out_as_they_are(self, few, monkeypatch):
+        seen = []
+        monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
+        tiny = few._replace(train=few.train[:, :, :9, :9], test=few.test[:, :, :9, :9])
+        report.evaluate(None, tiny)
+        close(seen[0], tiny.train.flatten(1) / 255, 1e-6)
 
     def test_a_run_that_learned_nothing_says_so(self, capsys):
         figures = dict.fromkeys(report.COLUMNS, 10.0)
@@ -308,6 +314,88 @@ def in_a_process(function, *arguments):
     return process.exitcode
 
 
+def die_while_writing(folder, kept, moment):
+    """Load images, and be killed before a line of the function that writes them decoded."""
+    left = [moment]
+
+    def trace(frame, event, _):
+        if frame.f_code is not cache.write.__code__:
+            return None
+        left[0] -= event == "line"
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    images.load(folder, kept=kept)
+
+
+class TestKept:
+    """Decoded images in a file: runs that are killed, and what runs gather of them."""
+
+    def test_what_a_killed_run_wrote_is_whole_or_not_believed(self, tmp_path, monkeypatch):
+        folder, kept = tmp_path / "photos", tmp_path / "kept"
+        write_images(folder)
+        wanted = images.load(folder)
+        monkeypatch.setattr(images, "colours_of", Mock(wraps=images.colours_of))
+        whole = []
+        for moment in itertools.count(1):
+            if in_a_process(die_while_writing, folder, kept, moment) == 0:
+                break
+            whole.append(bool(list(kept.glob("*.images"))))
+            images.colours_of.reset_mock()
+            found = images.load(folder, kept=kept)
+            assert torch.equal(found.train[:], wanted.train)
+            assert torch.equal(found.test[:], wanted.test)
+            assert images.colours_of.call_count == 12 * (not whole[-1])
+            (path,) = kept.glob("*.images")
+            assert len(list(kept.iterdir())) == 1 + (kept / ".lock").exists()
+            path.unlink()
+        assert whole == sorted(whole) and sum(whole) < 4 and len(whole) > 20
+
+    @pytest.mark.parametrize("method", ["bank", "queue"])
+    def test_no_run_gathers_all_images(self, method, tmp_path):
+        """Neither to begin or resume, nor to train, measure or report."""
+        gathered, device = [], torch.device("cpu")
+
+        class Kept:
+            """Stands for a mapped tensor."""
+
+            def __init__(self, pixels):
+                self.pixels, self.shape, self.device = pixels, pixels.shape, device
+
+            def __getitem__(self, index):
+                gathered.append(len(index))
+                return self.pixels[index]
+
+        train_set, test_set = (
+            images.shapes(1100, seed=1, size=8),
+            images.shapes(600, seed=2, size=8),
+        )
+        mapped = [Rows(Kept(x.images), torch.arange(len(x.images))) for x in (train_set, test_set)]
+        sets = mapped[0], train_set.targets, mapped[1], test_set.targets
+        given = {"method": method, "epochs": 1, "out": tmp_path / "run", "report": True}
+        options = train.Options(**SMALL | given)
+        train.run(options, Images(*sets, images.SHAPES))
+        assert 0 < max(gathered) <= 500
+
+    def test_a_run_without_a_cache_goes_on_with_one(self, tmp_path, capsys):
+        """Its file may have another time by then."""
+        folder = tmp_path / "photos"
+        write_images(folder, per_class=20, size=(8, 8))
+        (tmp_path / "file").touch()
+        words = f"--data {folder} --epochs 2 --batch-size 16 --no-report --out {tmp_path / 'run'}"
+        with pytest.warns(UserWarning, match="file cannot keep decoded images"):
+            train.main([*words.split(), "--cache", f"{tmp_path / 'file'}"])
+        first = numbers_of(tmp_path / "run" / "results.json")
+        (tmp_path / "run" / "results.json").unlink()
+        os.utime(folder / "cat" / "0.png")
+        train.main([*words.split(), "--cache", f"{tmp_path / 'kept'}"])
+        assert "resumed after epoch 2 of 2" in capsys.readouterr().out
+        assert numbers_of(tmp_path / "run" / "results.json") == first
+        assert len(list((tmp_path / "kept").glob("*.images"))) == 1
+
+
 @pytest.mark.filterwarnings("ignore:the generator has collapsed")
 class TestRuns:
     """The folder of a run: stopped, killed, continued, locked, full."""
@@ -429,7 +517,7 @@ class TestRuns:
         finish(tmp_path)
         (tmp_path / "results.json").unlink()
         state = runs.read_checkpoint(tmp_path, "cpu")
-        for other, said in (("images", "77 of 8 "), ("size", "80 of 77 "), ("content", "80 of 8 ")):
+        for other, said in (("images", "77 of 8 "), ("size", "80 of 77 "), ("checksums", "80 of 8 ")):
             runs.save_checkpoint(tmp_path, state | {other: 77})
             said = f"^--data is shapes, with 80 images of 8 pixels.* began with {said}pixels, or"
             with pytest.raises(InvalidArgument, match=said):
@@ -784,161 +872,3 @@ class TestCommand:
         with subprocess.Popen(program, -1, stdout=-1, stderr=-1, env=ALONE) as run:  # pipes
             run.stdout.close()
             assert run.stderr.read() == b"" and run.wait() == 141
-
-
-# What torchrun runs: several commands, one after the other. A command can stop at a certain step.
-# The last command then stops by the death of a rank.
-DRIVER = """
-import os, signal, sys, torch
-from hardneg import InvalidArgument, Training
-from training import images, ranks
-import train
-
-shapes, step, taken = images.shapes, Training._step, []
-images.shapes = lambda n, **options: shapes(n // 10, **options)
-
-def deadly(self, *arguments):
-    taken.append(0)
-    if len(taken) == int(os.environ["LAST"]):
-        if command != commands[-1]:
-            raise KeyboardInterrupt
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, *arguments)
-
-Training._step = deadly
-torch.set_num_threads(1)
-commands = sys.argv[1:]
-with ranks.joined():
-    for command in commands:
-        taken.clear()
-        try:
-            train.act(train.parse(command.split()))
-        except KeyboardInterrupt:
-            print("stopped")
-        except InvalidArgument as error:
-            print(error)
-"""
-
-
-def started_by_torchrun(ranks, driver, commands, last=0):
-    """Run commands on several ranks → the exit code and what was printed."""
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    words += [f"{ranks}", f"{driver}", *commands]
-    told = ALONE | {"LAST": f"{last}"}
-    done = subprocess.run(words, capture_output=True, text=True, env=told, timeout=120)
-    return done.returncode, done.stdout + done.stderr
-
-
-class Grouped(nn.Module):
-    """An encoder that normalises each image by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3, 2, 1), nn.GroupNorm(2, 8)
-        self.linear = nn.Linear(8, 12)
-
-    def forward(self, x):
-        features = torch.relu(self.norm(self.conv(x))).mean((2, 3))
-        return features, self.linear(features)
-
-
-def without_batches(network):
-    """Replace BatchNorm by a norm of each image."""
-    for name, part in network.named_children():
-        if isinstance(part, nn.BatchNorm2d):
-            setattr(network, name, nn.GroupNorm(1, part.num_features))
-        else:
-            without_batches(part)
-
-
-def train_a_little(method, group, bfloat16, micro_batch):
-    """Train for two epochs of batches of 12 → losses, and all that has a state."""
-    torch.manual_seed(0)
-    pixels = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8)
-    encoder = Grouped()
-    criterion = hardneg.ContrastiveLoss("ppcl" if method == "diffhard" else "hcl", temperature=0.3)
-    game = {"width": 2, "latent": 4, "pretrain": 1, "every": 2, "batch_size": 12}
-    method = {
-        "simclr": lambda: hardneg.SimCLR(criterion),
-        "bank": lambda: hardneg.Bank(criterion, encoder, pixels),
-        "queue": lambda: baselines.Queue(criterion, encoder, pixels, 20, 0.9),
-        "clae": lambda: baselines.CLAE(criterion, 0.01),
-        "diffhard": lambda: hardneg.DiffHard(criterion, hardneg.Game(8, **game)),
-    }[method]()
-    without_batches(method)
-    settings = {"epochs": 2, "batch_size": 12, "micro_batch": micro_batch, "lr": 1e-3}
-    training = Training(encoder, pixels, method, bfloat16=bfloat16, group=group, **settings)
-    losses = [float(figures.get("loss", 0)) for figures in training]
-    state = [*encoder.parameters(), *method.parameters(), *method.buffers()]
-    return losses, torch.cat([x.detach().flatten().float() for x in state])
-
-
-CASES = [(method, False, None) for method in METHODS]
-CASES += [("simclr", True, None), ("simclr", False, 4), ("bank", False, 3)]
-
-
-def train_as_a_rank(rank, ranks, folder):
-    """Train all cases in one of several processes."""
-    torch.set_num_threads(1)
-    store = distributed.FileStore(f"{folder / 'store'}", ranks)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = [train_a_little(method, distributed.group.WORLD, *more) for method, *more in CASES]
-    torch.save(found, folder / f"{rank}.pt")
-    distributed.destroy_process_group()
-
-
-class TestRanks:
-    """Several processes, started by torchrun."""
-
-    @pytest.mark.parametrize("ranks", [1, 2, 3])
-    def test_any_number_of_ranks_makes_the_same_run(self, ranks, tmp_path):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["training.test_training"])
-        several = [
-            context.Process(target=train_as_a_rank, args=(rank, ranks, tmp_path))
-            for rank in range(ranks)
-        ]
-        for process in several:
-            process.start()
-        for process in several:
-            process.join()
-        assert [process.exitcode for process in several] == [0] * ranks
-        found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-        for k, (method, bfloat16, micro_batch) in enumerate(CASES):
-            losses, state = train_a_little(method, None, bfloat16, micro_batch)
-            error = 0.02 if bfloat16 else 1e-5
-            np.testing.assert_allclose(found[0][k][0], losses, error, error, err_msg=method)
-            for rank in range(ranks):
-                assert torch.equal(found[rank][k][1], found[0][k][1]), (method, rank)
-            torch.testing.assert_close(found[0][k][1], state, rtol=error, atol=error)
-
-    def test_every_method_is_stopped_and_goes_on(self, tmp_path):
-        """With two ranks to the bit. It goes on with three ranks, too."""
-        driver = tmp_path / "driver.py"
-        driver.write_text(DRIVER)
-
-        def commands(folder):
-            return [
-                f"{' '.join(SMALL_WORDS)} --method {method} {words} --out {folder / method}"
-                for method, words in METHODS.items()
-            ]
-
-        whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
-        code, said = started_by_torchrun(2, driver, commands(whole))
-        assert code == 0, said
-        assert said.count("2 processes share each batch") == 1
-        assert said.count("\ntrained encoder") == len(METHODS)
-        start = time.perf_counter()
-        code, said = started_by_torchrun(2, driver, commands(cut), last=4)
-        assert code != 0 and "SIGKILL" in said and said.count("stopped\n") == len(METHODS) - 1
-        assert time.perf_counter() - start < 60
-        shutil.copytree(cut, other)
-        code, said = started_by_torchrun(2, driver, commands(cut))
-        assert code == 0 and said.count("The run is resumed after epoch") == len(METHODS), said
-        for method in METHODS:
-            found, wanted = (numbers_of(x / method / "results.json") for x in (cut, whole))
-            assert found == wanted, method
-        code, said = started_by_torchrun(3, driver, [*commands(other)[:1], "--batch-size 3"])
-        assert "The run is resumed after epoch" in said
-        assert said.count("batch_size is 3; it must be a whole number from 6") == 1

@@ -1,0 +1,98 @@
+"""Keep decoded images in a file that is mapped to memory, so that the next run decodes nothing."""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VERSION = 1  # of the file, which has the pixels of all images, and then their facts as JSON
+
+
+class Rows:
+    """Hold some rows of images (n, 3, H, W), and gather a few when they are asked for.
+    The images may lie in a file that is larger than the memory. They may be Rows, too."""
+
+    def __init__(self, images: "Tensor | Rows", index: Tensor):
+        self.images, self.device = images, images.device
+        self.index = index.to(self.device)
+        self.shape = len(index), *images.shape[1:]
+
+    def __len__(self):
+        return len(self.index)
+
+    def __getitem__(self, k) -> Tensor:
+        return self.images[self.index[k]]
+
+    def split(self, size: int) -> Iterator[Tensor]:
+        for some in self.index.split(size):
+            yield self.images[some]
+
+    def to(self, device: torch.device) -> Tensor:
+        """Copy all rows to a device, some at a time."""
+        copy = torch.empty(self.shape, dtype=torch.uint8, device=device)
+        for rows, some in zip(copy.split(500), self.split(500), strict=True):
+            rows.copy_(some)
+        return copy
+
+
+def home() -> Path:
+    """Name the folder that keeps decoded images, if the user names none."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hardneg")
+
+
+def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple | None:
+    """Map the decoded images of files → uint8 (n, 3, size, size), a list of their facts.
+    parts() decodes them, and yields some images and their facts at a time. It is called only if
+    the folder does not keep them. What cannot be kept gives a warning and None."""
+    facts, n = [VERSION, size], len(files) * 3 * size**2
+    try:
+        for file in files:
+            stat = os.stat(file)
+            facts += [os.path.abspath(file), stat.st_size, stat.st_mtime_ns]
+        path = folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.images"
+        if not path.exists():
+            write(path, n, parts)
+        with open(path, "rb") as file:
+            file.seek(n)
+            facts = json.loads(file.read())
+        return torch.from_file(str(path), size=n, dtype=torch.uint8).view(-1, 3, size, size), facts
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        message = f"{folder} cannot keep decoded images ({error}), so they are decoded into memory."
+        warnings.warn(f"{message} Choose another --cache, or remove it.", stacklevel=1)
+        return None
+
+
+def write(path: Path, n: int, parts: Callable) -> None:
+    """Write n bytes of images, and their facts. The file gets its name once it is on the disk.
+    One process at a time writes to a folder. Others wait, and then find what it wrote."""
+    import fcntl  # Windows does not have it, so there nothing is kept
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, facts = path.with_suffix(".part"), []
+    with open(path.parent / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process, however that ends
+        if path.exists():
+            return
+        for stray in path.parent.glob("*.part"):  # its process was killed
+            stray.unlink()
+        free = shutil.disk_usage(path.parent).free
+        if n > free:
+            raise OSError(f"{n / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free")
+        print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)
+        try:
+            with open(part, "wb") as file:
+                for images, some in parts():
+                    file.write(images.numpy())
+                    facts += some
+                file.write(json.dumps(facts).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,174 @@
+"""Tests of several processes: every number of ranks makes the same run, and torchrun resumes it."""
+
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+
+import hardneg
+from hardneg import Training
+from training import baselines
+from training.test_training import ALONE, METHODS, SMALL_WORDS, numbers_of
+
+# What torchrun runs: several commands, one after the other. A command can stop at a certain step.
+# The last command then stops by the death of a rank.
+DRIVER = """
+import os, signal, sys, torch
+from hardneg import InvalidArgument, Training
+from training import images, ranks
+import train
+
+shapes, step, taken = images.shapes, Training._step, []
+images.shapes = lambda n, **options: shapes(n // 10, **options)
+
+def deadly(self, *arguments):
+    taken.append(0)
+    if len(taken) == int(os.environ["LAST"]):
+        if command != commands[-1]:
+            raise KeyboardInterrupt
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *arguments)
+
+Training._step = deadly
+torch.set_num_threads(1)
+commands = sys.argv[1:]
+with ranks.joined():
+    for command in commands:
+        taken.clear()
+        try:
+            train.act(train.parse(command.split()))
+        except KeyboardInterrupt:
+            print("stopped")
+        except InvalidArgument as error:
+            print(error)
+"""
+
+
+def started_by_torchrun(ranks, driver, commands, last=0):
+    """Run commands on several ranks → the exit code and what was printed."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    words += [f"{ranks}", f"{driver}", *commands]
+    told = ALONE | {"LAST": f"{last}"}
+    done = subprocess.run(words, capture_output=True, text=True, env=told, timeout=120)
+    return done.returncode, done.stdout + done.stderr
+
+
+class Grouped(nn.Module):
+    """An encoder that normalises each image by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, 2, 1), nn.GroupNorm(2, 8)
+        self.linear = nn.Linear(8, 12)
+
+    def forward(self, x):
+        features = torch.relu(self.norm(self.conv(x))).mean((2, 3))
+        return features, self.linear(features)
+
+
+def without_batches(network):
+    """Replace BatchNorm by a norm of each image."""
+    for name, part in network.named_children():
+        if isinstance(part, nn.BatchNorm2d):
+            setattr(network, name, nn.GroupNorm(1, part.num_features))
+        else:
+            without_batches(part)
+
+
+def train_a_little(method, group, bfloat16, micro_batch):
+    """Train for two epochs of batches of 12 → losses, and all that has a state."""
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8)
+    encoder = Grouped()
+    criterion = hardneg.ContrastiveLoss("ppcl" if method == "diffhard" else "hcl", temperature=0.3)
+    game = {"width": 2, "latent": 4, "pretrain": 1, "every": 2, "batch_size": 12}
+    method = {
+        "simclr": lambda: hardneg.SimCLR(criterion),
+        "bank": lambda: hardneg.Bank(criterion, encoder, pixels),
+        "queue": lambda: baselines.Queue(criterion, encoder, pixels, 20, 0.9),
+        "clae": lambda: baselines.CLAE(criterion, 0.01),
+        "diffhard": lambda: hardneg.DiffHard(criterion, hardneg.Game(8, **game)),
+    }[method]()
+    without_batches(method)
+    settings = {"epochs": 2, "batch_size": 12, "micro_batch": micro_batch, "lr": 1e-3}
+    training = Training(encoder, pixels, method, bfloat16=bfloat16, group=group, **settings)
+    losses = [float(figures.get("loss", 0)) for figures in training]
+    state = [*encoder.parameters(), *method.parameters(), *method.buffers()]
+    return losses, torch.cat([x.detach().flatten().float() for x in state])
+
+
+CASES = [(method, False, None) for method in METHODS]
+CASES += [("simclr", True, None), ("simclr", False, 4), ("bank", False, 3)]
+
+
+def train_as_a_rank(rank, ranks, folder):
+    """Train all cases in one of several processes."""
+    torch.set_num_threads(1)
+    store = distributed.FileStore(f"{folder / 'store'}", ranks)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = [train_a_little(method, distributed.group.WORLD, *more) for method, *more in CASES]
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+class TestRanks:
+    """Several processes, started by torchrun."""
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3])
+    def test_any_number_of_ranks_makes_the_same_run(self, ranks, tmp_path):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["training.test_ranks"])
+        several = [
+            context.Process(target=train_as_a_rank, args=(rank, ranks, tmp_path))
+            for rank in range(ranks)
+        ]
+        for process in several:
+            process.start()
+        for process in several:
+            process.join()
+        assert [process.exitcode for process in several] == [0] * ranks
+        found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+        for k, (method, bfloat16, micro_batch) in enumerate(CASES):
+            losses, state = train_a_little(method, None, bfloat16, micro_batch)
+            error = 0.02 if bfloat16 else 1e-5
+            np.testing.assert_allclose(found[0][k][0], losses, error, error, err_msg=method)
+            for rank in range(ranks):
+                assert torch.equal(found[rank][k][1], found[0][k][1]), (method, rank)
+            torch.testing.assert_close(found[0][k][1], state, rtol=error, atol=error)
+
+    def test_every_method_is_stopped_and_goes_on(self, tmp_path):
+        """With two ranks to the bit. It goes on with three ranks, too."""
+        driver = tmp_path / "driver.py"
+        driver.write_text(DRIVER)
+
+        def commands(folder):
+            return [
+                f"{' '.join(SMALL_WORDS)} --method {method} {words} --out {folder / method}"
+                for method, words in METHODS.items()
+            ]
+
+        whole, cut, other = (tmp_path / name for name in ("whole", "cut", "other"))
+        code, said = started_by_torchrun(2, driver, commands(whole))
+        assert code == 0, said
+        assert said.count("2 processes share each batch") == 1
+        assert said.count("\ntrained encoder") == len(METHODS)
+        start = time.perf_counter()
+        code, said = started_by_torchrun(2, driver, commands(cut), last=4)
+        assert code != 0 and "SIGKILL" in said and said.count("stopped\n") == len(METHODS) - 1
+        assert time.perf_counter() - start < 60
+        shutil.copytree(cut, other)
+        code, said = started_by_torchrun(2, driver, commands(cut))
+        assert code == 0 and said.count("The run is resumed after epoch") == len(METHODS), said
+        for method in METHODS:
+            found, wanted = (numbers_of(x / method / "results.json") for x in (cut, whole))
+            assert found == wanted, method
+        code, said = started_by_torchrun(3, driver, [*commands(other)[:1], "--batch-size 3"])
+        assert "The run is resumed after epoch" in said
+        assert said.count("batch_size is 3; it must be a whole number from 6") == 1
