@@ -517,7 +517,8 @@ class TestRuns:
         finish(tmp_path)
         (tmp_path / "results.json").unlink()
         state = runs.read_checkpoint(tmp_path, "cpu")
-        for other, said in (("images", "77 of 8 "), ("size", "80 of 77 "), ("checksums", "80 of 8 ")):
+        wanted = {"images": "77 of 8 ", "size": "80 of 77 ", "checksums": "80 of 8 "}
+        for other, said in wanted.items():
             runs.save_checkpoint(tmp_path, state | {other: 77})
             said = f"^--data is shapes, with 80 images of 8 pixels.* began with {said}pixels, or"
             with pytest.raises(InvalidArgument, match=said):
