@@ -115,6 +115,12 @@ def train_as_a_rank(rank, ranks, folder):
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     found = [train_a_little(method, distributed.group.WORLD, *more) for method, *more in CASES]
     torch.save(found, folder / f"{rank}.pt")
+    encoder, pixels = Grouped(), torch.arange(7 * 192).view(7, 3, 8, 8).byte()
+    for parameter in encoder.parameters():
+        distributed.broadcast(parameter.detach(), 0)
+    alone = hardneg.embed(encoder, pixels)
+    together = hardneg.embed(encoder, pixels, group=distributed.group.WORLD)
+    torch.testing.assert_close(together, alone)
     distributed.destroy_process_group()
 
 
