@@ -22,9 +22,10 @@ Symbols
     N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked; in formulas of one anchor
                 N stands for N_i
-    z           embedding, a unit row; f(x) in [1, 2, 4], v in [3]
-    t           temperature, which divides cosines; t in [1], τ in [3, 4]
-    s_ij, p_im  logits: the cosine of anchor i and candidate j, or its m-th positive, over t
+    z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
+    t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
+    s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
+    p_im        logit of a positive: the cosine of anchor i and its m-th positive, over t
     log w_ij    log of the weight of candidate j; the weight itself could overflow float32
     tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
     beta        β, how strongly tilted weights prefer near candidates; it multiplies s       [1]
@@ -76,10 +77,11 @@ INF = math.inf
 
 # ---- 1. The loss -------------------------------------------------------------------------------
 
-PRESETS = {  # loss: weights, objective, τ⁺; a τ⁺ of None is 1 / (N_i + 1)
+# loss: weights, objective, τ⁺. A None in this table stands for 1 / (N_i + 1).
+PRESETS = {
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
-    "hcl": ("tilted", "nce", None),  # [1] Eq. 2; HN-NCE is hcl with tau_plus = 0
+    "hcl": ("tilted", "nce", None),  # [1] Eq. 2; with tau_plus = 0 it is HN-NCE, 2301.02280
     "ot": ("transported", "nce", 0.0),  # [2] Eq. 5, 8
     "hard": ("top", "nce", 0.0),  # [4] Eq. 9
     "simple": ("uniform", "simple", 0.0),  # [4] Eq. 3; [2] Eq. 9
@@ -239,7 +241,8 @@ def contrastive_loss(
                     candidates that were drawn, where q_j is the probability of candidate j. For K
                     draws with replacement, −log(K q_j) makes the sum stand for all that could be
                     drawn. If the batch itself was drawn, the positive of anchor i was drawn with
-                    probability q_i. Then log q_i − log q_j corrects for both.
+                    probability q_i. Then pass log q_i − log q_j. It has the effect of dividing
+                    e^s by q_j and e^p by q_i, as only their ratio counts.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -250,8 +253,8 @@ def contrastive_loss(
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors of which debiasing would leave less than its
-                    floor, see `published`.
+                    "clamped" is the share of anchors where debiasing gives the floor of
+                    `published`.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
@@ -259,9 +262,10 @@ def contrastive_loss(
 
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. Above 2^24 pairs detached
-    weights are not stored, so that each step also computes the logits, in A·N·D. torch.func.grad,
-    hessian and jvp work, without blocks. torch.func.vmap does not, as values are read.
+    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
+    −C/ε is not stored above 2^24 pairs, so that each step computes it, in A·N·D.
+    torch.func.grad, hessian and jvp work, without blocks. torch.func.vmap does not, as values are
+    read.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
@@ -318,7 +322,7 @@ def answer(anchors, shared, options):
         given["log_negatives"] = log_negatives
     losses = _fill_in(options["objective_function"], given)
 
-    # Count what anchors lack. What is skipped here is 0.
+    # Count what anchors lack. Where a check is skipped, the count is known to be 0.
     if anchors.pos.shape[1] == 0:  # there is no other view
         no_positive = pos.amax(1) < FAR
         losses = losses.masked_fill(no_positive, 0)
@@ -353,9 +357,9 @@ class ContrastiveLoss(nn.Module):
 # by name. They can be
 #     logits      those to weigh: of candidates, or of positives when they are debiased
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   the g (N,) of the coupling. If a rule has this parameter, Sinkhorn runs first. It
-#                 calls the rule with potential 0, and takes the result as −C/ε. Add the potential
-#                 to the log weights. It is 0 for positives, too, as they have no column
+#     potential   the g (N,) of the coupling. Add it to the log weights. If a rule has this
+#                 parameter, `_couple` first calls the rule with g = 0, takes the result as −C/ε,
+#                 and finds g. Positives have no column, so for them g is 0
 #     t           the temperature
 #     and any option by its name.
 # What a rule must do:
@@ -433,10 +437,10 @@ COSTS = {
 def transported(
     logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
 ) -> Tensor:
-    """Count near candidates more, but give each candidate the same total weight over all anchors.
+    """Count near candidates more, but give all candidates the same total weight over all anchors,
+    if all anchors have equally many.
         w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
-    Totals are the same if all anchors have equally many candidates. logits are cosines over t, and
-    potential is the g (N,) that `sinkhorn` finds.
+    logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and columns have equally many
     entries, as in a batch. "sqeuclidean" with g = 0 is `tilted` with β = t/ε.
     Ref: [2] Eq. 5, Lemma 3. Its Eq. 7 omits e^{g_j}."""
@@ -632,7 +636,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     floor should be N e^{−1/t}. It prints e^{−1/t}."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
-    # any number below 0, before expm1, as the NaN gradient of a log would pass through torch.where
+    # −1 where nothing is left. Otherwise the log below gets a number of at most 0, and its NaN
+    # gradient would pass through torch.where.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
@@ -724,7 +729,8 @@ def _line_up(options, views, given):
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
         positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
-        # all views of sample i stand in columns i, i + B, i + 2·B, … from the first of this rank
+        # Row i is i, i + B, i + 2·B, … modulo A. For two views of three samples these are the rows
+        # 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. They are windows of 0 1 2 3 4 5 0 1 2 3 4 5.
         columns = torch.arange(2 * a, device=z.device) % a
         own = columns.as_strided((a, v), (1, b))  # (A, V)
         if group is not None:
@@ -866,6 +872,11 @@ def _statistics(anchors, shared, options):
 
 
 # ---- 5. Transport: the coupling that gives each candidate the same total weight ----------------
+# A coupling P is a table of how much weight each pair of an anchor and a candidate has. Each anchor
+# has the same total, and so has each candidate. These totals are the marginals. So no candidate can
+# be the hard negative of all anchors, as it could if each anchor chose alone. Near pairs get more
+# weight, since their cost C is low. The coupling is e^{f_i − C_ij/ε + g_j} for some f and g, which
+# are called potentials. Finding them is the work of this section.
 # Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn, until every row sums to
 # the same number, and every column sums to the same number. On a small matrix it would be
 #     for _ in range(steps):
@@ -891,13 +902,15 @@ def sinkhorn(
     After max_steps it stops with a warning.
 
     If the kernel is its own transpose, say `symmetric`. Then each step ends with the mean
-    f = g = (f + g) / 2 [10], and fewer steps are needed. For other kernels that does not converge.
+    f = g = (f + g) / 2 [10], and fewer steps are needed. If the kernel is not symmetric, the mean
+    does not converge.
 
     Tight clusters of rows take many steps, unless the kernel is symmetric. So do masks after which
     an entry that is not masked has to be 0 in every coupling. Ref: [2] Eq. 5"""
-    # A step multiplies the error by up to μ², where μ is the second singular value of √(AN) P. A
-    # symmetric step multiplies it by at most 1/8, unless A·P has an eigenvalue below −0.2. With
-    # entries that masks force to 0 the error falls as 1 / steps.
+    # How fast it is, which nobody needs to use it. A step multiplies the error by up to μ², where μ
+    # is the second singular value of √(AN) P. A symmetric step multiplies the error along an
+    # eigenvector of A·P with eigenvalue μ by (μ² − μ)/2. That is within ±1/8 for μ from −0.2 to 1.
+    # With entries that masks force to 0 the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
@@ -917,8 +930,8 @@ def sinkhorn(
 
 
 def _log_sums(blocks, g):
-    """Add g to the columns, and compute the log-sums of rows (A,). Then f is minus these. Add f to
-    the rows, and compute the log-sums of columns (N,)."""
+    """Add g to the columns, and compute the log-sums of rows (A,). Then f is minus these. Add f,
+    without g, to the rows, and compute the log-sums of columns (N,)."""
     log_rows, log_columns = [], None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -1072,7 +1085,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # known yet how the caller will weigh these losses, so the backward pass computes the blocks again.
 # So `answer` may run twice for a block. Therefore `answer`, and all that it calls, must neither
 # keep state nor communicate between ranks nor draw random numbers.
-#     _evaluate    calls `answer` for the whole batch, or goes to the next
+#     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it by `_InBlocks`
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
 
@@ -1082,7 +1095,7 @@ def _evaluate(anchors, shared, group, options):
     a = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
-        # all but "none" are summed here already, so edit losses of single anchors in `answer`
+        # But for "none", value is a sum already. To change losses of single anchors, see `answer`.
         value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
         value, lacking = answer(anchors, shared, options)[:2]
@@ -1140,7 +1153,7 @@ def _in_blocks(anchors, shared, options, size):
     if found is None:  # a function of the user's has parameters, so autograd does it all
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
-    inputs = _learned(anchors + shared)  # in the order in which `_run_blocks` returns gradients
+    inputs = _learned(anchors + shared)  # gradient k of `_run_blocks` is that of input k
     if summed:
         return _InBlocks.apply(value.sum(), None, gradients, *inputs), lacking
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
@@ -1222,7 +1235,7 @@ class _InBlocks(torch.autograd.Function):
 def _uncompiled(function, *arguments):
     """Call a function as it is. In compiled code that breaks the graph."""
     if torch.compiler.is_compiling():
-        function = torch.compiler.disable(function)  # not in the head of the file, as it is slow
+        function = torch.compiler.disable(function)  # as a decorator it would slow down the import
     return function(*arguments)
 
 
@@ -1239,8 +1252,8 @@ def _over_ranks(value, count, group):
 
 class _Gather(torch.autograd.Function):
     """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
-    As the backward pass communicates, all ranks have to gather the same tensors in the same
-    order. Its requires_grad must be the same on all ranks."""
+    As the backward pass communicates, all ranks must make the same calls in the same order. In each
+    call the tensors of all ranks have the same shape and the same requires_grad."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1314,7 +1327,7 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # shares are returned, too, so that second derivatives can flow through them
+        # shares are returned, so that second derivatives see that they depend on x
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -1513,7 +1526,8 @@ def _check_negatives(negatives, views, options, labels, group):
 
 
 def _check_tensor(name, x, kind, *shapes, hint=""):
-    """Check a tensor, if it is given. A shape has lengths, or letters for any length above 0."""
+    """Check a tensor, if it is given. With a hint it must be given.
+    A shape has lengths, or letters for any length above 0."""
     if x is None and not hint:
         return
     if kind != "float":  # an index, say, may be a list
