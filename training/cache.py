@@ -61,7 +61,7 @@ def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple |
         return torch.from_file(str(path), size=n, dtype=torch.uint8).view(-1, 3, size, size), facts
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         message = f"{folder} cannot keep decoded images ({error}), so they are decoded into memory."
-        warnings.warn(f"{message} Choose another --cache, or remove it.", stacklevel=1)
+        warnings.warn(f"{message} Choose another --cache, or remove what it keeps.", stacklevel=1)
         return None
 
 

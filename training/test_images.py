@@ -393,7 +393,7 @@ class TestCache:
     @pytest.mark.parametrize("change", ["time", "size", "version", "name"])
     def test_what_was_changed_is_decoded_anew(self, change, photos, monkeypatch):
         folder, kept = photos
-        images.load(folder, kept=kept)
+        before = images.load(folder, kept=kept)
         file = folder / "cat" / "0.png"
         times = file.stat().st_atime_ns, file.stat().st_mtime_ns
         if change == "time":
@@ -409,6 +409,7 @@ class TestCache:
         found = images.load(folder, kept=kept)
         assert images.colours_of.call_count == 18
         assert (77 in values_of(found.train)) == (change == "size")
+        assert (found.checksums != before.checksums) == (change == "size")
 
     FAULTS = ["full before", "full meanwhile", "no folder", "no locks", "damaged", "cut"]
 
