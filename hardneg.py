@@ -108,7 +108,7 @@ class Options(TypedDict, total=False):
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
     # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
     # high is an int, the numbers have to be whole.
-    loss: Annotated[str, "simclr", PRESETS, "The loss, which chooses weights and objective."]
+    loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
         None,
@@ -281,7 +281,8 @@ def contrastive_loss(
             # a NaN in a masked row can leave the loss finite, and make the gradient NaN
             _check_finite("negatives", negatives)
             _check_finite("log_weights", log_weights)
-            _check_finite("views", anchors.scaled if negatives is None else torch.cat(views))
+            for i, view in enumerate(views):
+                _check_finite(f"views[{i}]", view)
         if return_stats:
             return value, _statistics(anchors, shared, options)
         return value
@@ -316,8 +317,9 @@ def answer(anchors, shared, options):
     if "log_negatives" in takes(options["objective_function"]):
         log_negatives = log_sum(neg, log_w)  # (a,)
         if options["tau_plus"] != 0:
-            found = debias(log_negatives, log_total, pos, log_w_pos, n, shared.t, options)
-            log_negatives, clamped = found
+            log_negatives, clamped = debias(
+                log_negatives, log_total, pos, log_w_pos, n, shared.t, options
+            )
             lacking[2] = clamped.sum()
         given["log_negatives"] = log_negatives
     losses = _fill_in(options["objective_function"], given)
@@ -341,8 +343,9 @@ class ContrastiveLoss(nn.Module):
         super().__init__()
         self.given = {"loss": loss, **options}
         self.options = resolve(self.given)  # to look at; a call does not use it
-        may_learn = nn.Parameter | nn.Module
-        self.learned = [name for name, x in self.given.items() if isinstance(x, may_learn)]
+        self.learned = [
+            name for name, x in self.given.items() if isinstance(x, nn.Parameter | nn.Module)
+        ]
         for name in self.learned:
             setattr(self, name, self.given[name])  # so that it is trained, moved and saved
 
@@ -639,7 +642,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     # −1 where nothing is left. Otherwise the log below gets a number of at most 0, and its NaN
     # gradient would pass through torch.where.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
-    rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
+    rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))  # both below 0
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
     return torch.where(clamped, floor, rest), clamped
@@ -742,7 +745,8 @@ def _line_up(options, views, given):
     if positive_index is not None:
         own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
     products = [(anchors * x).sum(1, keepdim=True) for x in positives]  # (A, 1) each
-    pos = products[0] if v == 2 else torch.cat([anchors[:, :0], *products], 1)  # (A, M)
+    # (A, M). One product needs no copy, and a single view has no positive yet.
+    pos = products[0] if v == 2 else torch.cat([anchors[:, :0]] + products, 1)
 
     # What is known of pairs
     candidate_labels = None
@@ -765,8 +769,7 @@ def _line_up(options, views, given):
 
     # A single view has positives by index, or else by label
     by_index = v == 1 and positive_index is not None
-    by_label = options["by_label"] or (v == 1 and positive_index is None)
-    by_label = by_label and labels is not None
+    by_label = labels is not None and (options["by_label"] or (v == 1 and not by_index))
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
@@ -784,8 +787,9 @@ def _line_up(options, views, given):
 
 def _each_once(index):
     """Replace by −1 what a row of index (B, P) repeats, so that it counts once."""
-    equal = index[:, :, None] == index[:, None]  # (B, P, P)
-    return index.masked_fill(equal.tril(-1).any(2), -1)
+    ordered, order = index.sort(1)
+    ordered[:, 1:].masked_fill_(ordered.diff(dim=1) == 0, -1)
+    return ordered.scatter(1, order, ordered)  # in the order that was given
 
 
 def who(anchors, shared, options):
@@ -862,7 +866,7 @@ def _statistics(anchors, shared, options):
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
     size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
     return {
-        "clamped": (0 * n[0] + found.lacking[2]) / len(n),
+        "clamped": (n.new_zeros(()) + found.lacking[2]) / len(n),  # lacking can hold numbers
         "ess": (size / n).nanmean(),
         "positive": positive.nanmean(),
         "negative": negative.nanmean(),
@@ -1037,8 +1041,7 @@ def mine(
         # nearest one that answers, from which margins are measured.
         anchors = _Anchors(queries, queries[:, :0], positives)
         shared = _Shared(1.0, size, documents, positives_by_index=True)
-        margins = {"absolute_margin": absolute_margin, "relative_margin": relative_margin}
-        options = resolve(margins)
+        options = resolve({"absolute_margin": absolute_margin, "relative_margin": relative_margin})
         parts = []
         for some in anchors.blocks(max(64, 2**22 // size)):
             cosines = who(some, shared, options)[1]  # (a, N)
@@ -1219,7 +1222,7 @@ class _InBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value, run, saved, *inputs):
         ctx.run = run
-        ctx.save_for_backward(*saved)  # autograd tells if they were changed in place by then
+        ctx.save_for_backward(*saved)
         return value.clone()
 
     @staticmethod
@@ -1296,6 +1299,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _autocast_off(device):
+    """Turn autocast off where it is on. Entering its context takes time in a small loss."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
@@ -1434,7 +1438,7 @@ def _check_option(name, value):
     if isinstance(allowed, list):
         if name == "temperature" and torch.is_tensor(value) and value.numel() == 1:
             value = value.item() if _may_read(value) else 1.0
-        _check_number(name, value, *allowed)
+        _check_number(name, value, allowed[0], allowed[1])
     elif callable(value) and name in ("weights", "objective"):
         return
     elif not (isinstance(value, (str, bool)) and value in allowed):
@@ -1843,6 +1847,11 @@ def _average(tensors, group):
     parts = flat.split([x.numel() for x in tensors])
     for x, mean in zip(tensors, parts, strict=True):
         x.copy_(mean.view_as(x))
+
+
+def _running(network):
+    """List the running statistics of BatchNorm."""
+    return [x for name, x in network.named_buffers() if "running" in name]
 
 
 def _gradients(optimizer):
@@ -2470,8 +2479,9 @@ class Training:
             if encoder is not None:
                 _descend(loss, self.optimizer, "encoder", read, self.group)
                 figures = {"loss": loss.detach()} | figures | options
-            moved = [*self.encoder.named_buffers(), *self.method.named_buffers()]
-            _average([x for name, x in moved if "running" in name], self.group)  # of BatchNorm
+            if self.group is not None:
+                for network in (self.encoder, self.method):
+                    _average(_running(network), self.group)
             figures |= self.method.after_step() or {}
         return figures | {"images": len(index) * self.ranks}
 

@@ -1825,7 +1825,7 @@ class TestInvalidArguments:
     def test_embeddings_are_finite(self, loss):
         """A masked row does not reach the value, but its gradient would be 0 · NaN."""
         masks = {"negative_mask": torch.tensor([True, False])}, {"positive_index": [1, 1, 1, 1]}
-        places = (0, "views"), (5, "views"), (9, "negatives")
+        places = (0, "views[0]"), (5, "views[1]"), (9, "negatives")
         for value, mask, (place, name) in itertools.product((math.nan, -INF), masks, places):
             x = embeddings(2, 10, 3)
             x[place, 1] = value

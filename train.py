@@ -46,8 +46,9 @@ TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier 
 #     limits   least and most
 # To add an option, add a row. Options of the loss get theirs from hardneg.Options.
 Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", ()))
-CRITERION = "loss weights objective temperature tau_plus detach_weights beta".split()
-CRITERION += "alpha epsilon cost margin".split()
+CRITERION = """
+loss weights objective temperature tau_plus detach_weights beta alpha epsilon cost margin
+""".split()
 ROWS = hardneg.WEIGHTS | hardneg.OBJECTIVES
 DEBIASED = [x for x in ROWS if "log_negatives" in hardneg.takes(ROWS[x][0])]
 # what the parameters of a rule or an objective do not tell
@@ -127,7 +128,7 @@ BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out o
 def users_of(name: str) -> str:
     """List the losses, methods and data sets that use an option, or nothing if all do."""
     users = FLAGS[name].of.split()
-    found = [loss for loss, row in hardneg.PRESETS.items() if {row[0], row[1]} & {*users}]
+    found = [loss for loss, row in hardneg.PRESETS.items() if set(row) & set(users)]
     found += [name for name in [*METHODS, *TORCHVISION] if name in users]
     return ", ".join(found)
 
@@ -174,10 +175,13 @@ def parse(argv: list[str]) -> dict:
     parser.epilog = """To train in several processes, write torchrun --nproc-per-node 2 in place of
     python. [1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"""
     parser.add_argument("--help-all", action="help", help="Explain all options")
-    losses = {"choices": hardneg.PRESETS, "metavar": "LOSS"}
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
-        "--compare", nargs="+", **losses, help="Train with each of these losses, and compare them"
+        "--compare",
+        nargs="+",
+        choices=hardneg.PRESETS,
+        metavar="LOSS",
+        help="Train with each of these losses, and compare them",
     )
     parser.add_argument("--seeds", type=int, help="Runs of each loss (default 3)")
     for name, flag in FLAGS.items():
@@ -220,11 +224,10 @@ def run(options: Options, images: Images | None = None, known: dict | None = Non
         if not ranks.is_first():
             return {}
         results = {name: getattr(options, name) for name in FACTS}
-        results |= {"seconds": round(state["seconds"], 1), "options": settings}
-        results["history"] = state["history"]
+        seconds = round(state["seconds"], 1)
+        results |= {"seconds": seconds, "options": settings, "history": state["history"]}
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
-        results["versions"] = {"python": sys.version.split()[0], "torch": torch.__version__}
-        runs.write_json(options.out / runs.RESULTS, results)  # it marks the end of the run
+        runs.write_results(options.out, results)  # it marks the end of the run
         report.print_table(results)
         if options.report:
             report.write_page(options, encoder, images, results)

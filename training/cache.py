@@ -21,7 +21,7 @@ class Rows:
     def __init__(self, images: "Tensor | Rows", index: Tensor):
         self.images, self.device = images, images.device
         self.index = index.to(self.device)
-        self.shape = len(index), *images.shape[1:]
+        self.shape = (len(index),) + tuple(images.shape[1:])
 
     def __len__(self):
         return len(self.index)

@@ -170,9 +170,13 @@ def at_most(images: Images, n: int) -> Images:
     """Take about n training and n test images, an equal share of each class."""
     some = share(images.train_labels.cpu(), min(1, n / len(images.train)), 0)
     others = share(images.test_labels.cpu(), min(1, n / len(images.test)), 0)
-    train = Rows(images.train, some), images.train_labels[some]
-    test = Rows(images.test, others), images.test_labels[others]
-    return Images(*train, *test, images.classes)
+    return Images(
+        Rows(images.train, some),
+        images.train_labels[some],
+        Rows(images.test, others),
+        images.test_labels[others],
+        images.classes,
+    )
 
 
 # ---- The built-in images: an outline is a class ------------------------------------------------
@@ -311,15 +315,15 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
     return paths
 
 
-def ranks_of(names: Iterable[str]) -> dict[str, int]:
+def words_of_split(names: Iterable[str]) -> dict[str, int]:
     """Find the names that have a word of TRAIN + TEST → {name: the place of that word}."""
-    ranks = {}
+    places = {}
     for name in names:
         words = re.findall("[a-z]+", name.lower())
-        found = [rank for rank, word in enumerate(TRAIN + TEST) if word in words]
+        found = [place for place, word in enumerate(TRAIN + TEST) if word in words]
         if found:
-            ranks[name] = found[0]
-    return ranks
+            places[name] = found[0]
+    return places
 
 
 def places_of(folder: Path, paths: list[Path]) -> list[Path]:
@@ -331,13 +335,13 @@ def places_of(folder: Path, paths: list[Path]) -> list[Path]:
         if len(parts) > 1:
             depths[parts[0]] = max(len(parts), depths.get(parts[0], 0))
         inner.update(parts[1:-1])
-    ranks = ranks_of(depths)
-    named, others = sorted(ranks, key=ranks.get), sorted(depths.keys() - ranks)
-    to_train = sum(rank < len(TRAIN) for rank in ranks.values())
+    outer = words_of_split(depths)
+    named, others = sorted(outer, key=outer.get), sorted(depths.keys() - outer)
+    to_train = sum(place < len(TRAIN) for place in outer.values())
     if to_train == 1 and not others:
         return [folder / name for name in named[:2]]
-    deeper = ranks_of(inner)
-    if {rank < len(TRAIN) for rank in deeper.values()} == {True, False}:
+    deeper = words_of_split(inner)
+    if {place < len(TRAIN) for place in deeper.values()} == {True, False}:
         raise InvalidArgument(
             f"--data is {folder}, where {some(sorted(deeper))} lie deeper, which may be parts of a "
             "split. Expected is the folder that has them, with a folder for each class in them."

@@ -18,12 +18,14 @@ from torch import distributed
 
 def group() -> distributed.ProcessGroup | None:
     """Return the group of all ranks, or None if there is one process alone."""
-    return distributed.group.WORLD if distributed.is_initialized() else None
+    return distributed.group.WORLD
 
 
 def count() -> int:
     """Return the number of ranks."""
-    return 1 if group() is None else distributed.get_world_size()
+    if group() is None:
+        return 1
+    return distributed.get_world_size()
 
 
 def is_first() -> bool:
@@ -53,7 +55,7 @@ def joined() -> Iterator[None]:
             nowhere = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        print(f"{count()} processes share each batch. On CPUs BatchNorm sees the share of its own.")
+        print(f"{count()} processes share each batch. On a CPU BatchNorm sees one share at a time.")
         yield
     distributed.destroy_process_group()
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import platform
 from pathlib import Path
 
 import torch
@@ -42,6 +43,12 @@ def write(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Write a dict as JSON."""
     write(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
+
+
+def write_results(folder: Path, results: dict) -> None:
+    """Add the versions that a run used to its results, and write them."""
+    results["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
+    write_json(folder / RESULTS, results)
 
 
 def save_checkpoint(folder: Path, state: dict) -> None:

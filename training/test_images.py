@@ -63,7 +63,8 @@ class TestLoad:
         one, two = (images.load(tmp_path, fraction=0.4) for _ in range(2))
         other = images.load(tmp_path, fraction=0.4, seed=1)
         least = images.load(tmp_path, fraction=0.001)
-        assert torch.equal(one.train, two.train) and not torch.equal(one.train, other.train)
+        assert torch.equal(one.train, two.train)
+        assert not torch.equal(one.train, other.train)
         assert one.train_labels.bincount().tolist() == [3, 3]
         assert len(one.test) == 4 and len(least.train) == 2
 
@@ -107,7 +108,8 @@ class TestTorchvision:
     def test_formats(self, monkeypatch, kind, part, mode, target):
         pixels = np.random.default_rng(1).integers(0, 256, (7, 28, 28, 3), np.uint8)
         pictures = [Image.fromarray(x).convert(mode) for x in pixels]
-        labels, name = [0, 1, -1, 1, 0, 1, 0], kind.lower().replace("nm", "n-m")
+        labels = [0, 1, -1, 1, 0, 1, 0]
+        name = kind.lower().replace("nm", "n-m")
 
         class StandIn(list):
             def __init__(self, root, download, **which):
@@ -154,7 +156,8 @@ one of them has cow, dog. Add or remove
 RAMP = np.linspace(0, 1, 1024).reshape(32, 32)
 GREY = Image.fromarray((255 * RAMP).round().astype(np.uint8))
 DEEP = Image.fromarray((65535 * RAMP).astype(np.uint16))
-INTEGERS, FLOATS = (Image.fromarray((65535 * RAMP).astype(kind)) for kind in (np.int32, np.float32))
+INTEGERS = Image.fromarray((65535 * RAMP).astype(np.int32))
+FLOATS = Image.fromarray((65535 * RAMP).astype(np.float32))
 CLEAR = Image.new("L", (32, 32), 0)
 PIXELS = {  # a picture, its format, options, and the values that are right, or None for an error
     "16 bits": (DEEP, "PNG", {}, GREY),
@@ -277,7 +280,8 @@ class TestFolders:
                     images.colours_of(saved)
             else:
                 found = np.asarray(images.colours_of(saved))
-                wanted = np.broadcast_to(np.asarray(wanted)[..., None], (32, 32, 3))
+                grey = np.asarray(wanted)[..., None]
+                wanted = np.broadcast_to(grey, (32, 32, 3))
                 np.testing.assert_allclose(found, wanted, atol=2)
 
     def test_the_middle_of_an_oblong_image_is_seen(self, tmp_path):
@@ -347,8 +351,9 @@ class TestCache:
 
     def test_rows(self):
         """They are those that indexing gives, in all the ways in which images are taken."""
-        pixels = torch.arange(7 * 12, dtype=torch.uint8).view(7, 3, 2, 2)
-        index, inner = torch.tensor([4, 0, 6, 2, 2]), torch.tensor([3, 1])
+        pixels = torch.arange(84, dtype=torch.uint8).view(7, 3, 2, 2)
+        index = torch.tensor([4, 0, 6, 2, 2])
+        inner = torch.tensor([3, 1])
         wanted = pixels[index]
         rows = Rows(pixels, index)
         assert len(rows) == 5 and rows.shape == (5, 3, 2, 2) and rows.device == pixels.device
@@ -429,7 +434,8 @@ class TestCache:
             images.load(folder, kept=kept)
             (path,) = kept.glob("*.images")
             content = path.read_bytes()
-            path.write_bytes(content[:-9] if fault == "damaged" else content[:99])
+            end = -9 if fault == "damaged" else 99
+            path.write_bytes(content[:end])
         with pytest.warns(UserWarning, match="cannot keep decoded images .* into memory. Choose"):
             found = images.load(folder, kept=kept)
         self.assert_equal(found, in_memory)
@@ -465,7 +471,7 @@ class TestCache:
     def test_what_fills_over_a_third_of_a_gpu_stays_where_it_is(self, monkeypatch):
         pixels = torch.zeros(10, 3, 10, 10, dtype=torch.uint8)
         some = images.Images(pixels, None, pixels, None, [])
-        for memory, fits in ((3 * 6000, True), (3 * 6000 - 3, False)):
+        for memory, fits in ((18_000, True), (17_997, False)):
             properties = Mock(return_value=SimpleNamespace(total_memory=memory))
             monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
             assert images.fits(some, torch.device("cuda")) == fits

@@ -47,7 +47,8 @@ def blocks(language):
 def headings(page):
     """Return the anchors of the headings of a page, as GitHub makes them."""
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in found}
+    plain = [re.sub(r"[^\w\- ]", "", text.lower()) for text in found]
+    return {text.replace(" ", "-") for text in plain}
 
 
 def statements():

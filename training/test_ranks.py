@@ -81,30 +81,41 @@ def without_batches(network):
             without_batches(part)
 
 
-def train_a_little(method, group, bfloat16, micro_batch):
+def method_of(name, encoder, pixels):
+    """Make a method without BatchNorm."""
+    criterion = hardneg.ContrastiveLoss("hcl", temperature=0.3)
+    method = hardneg.SimCLR(criterion)
+    if name == "bank":
+        method = hardneg.Bank(criterion, encoder, pixels)
+    if name == "queue":
+        method = baselines.Queue(criterion, encoder, pixels, queue_size=20, momentum=0.9)
+    if name == "clae":
+        method = baselines.CLAE(criterion, bound=0.01)
+    if name == "diffhard":
+        game = hardneg.Game(8, width=2, latent=4, pretrain=1, every=2, batch_size=12)
+        method = hardneg.DiffHard(hardneg.ContrastiveLoss("ppcl"), game)
+    without_batches(method)
+    return method
+
+
+# a method, and options of its training
+CASES = [(name, {}) for name in METHODS]
+CASES += [("simclr", {"bfloat16": True}), ("simclr", {"micro_batch": 4})]
+CASES += [("bank", {"micro_batch": 3})]
+
+
+def train_a_little(name, group, options):
     """Train for two epochs of batches of 12 → losses, and all that has a state."""
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8)
     encoder = Grouped()
-    criterion = hardneg.ContrastiveLoss("ppcl" if method == "diffhard" else "hcl", temperature=0.3)
-    game = {"width": 2, "latent": 4, "pretrain": 1, "every": 2, "batch_size": 12}
-    method = {
-        "simclr": lambda: hardneg.SimCLR(criterion),
-        "bank": lambda: hardneg.Bank(criterion, encoder, pixels),
-        "queue": lambda: baselines.Queue(criterion, encoder, pixels, 20, 0.9),
-        "clae": lambda: baselines.CLAE(criterion, 0.01),
-        "diffhard": lambda: hardneg.DiffHard(criterion, hardneg.Game(8, **game)),
-    }[method]()
-    without_batches(method)
-    settings = {"epochs": 2, "batch_size": 12, "micro_batch": micro_batch, "lr": 1e-3}
-    training = Training(encoder, pixels, method, bfloat16=bfloat16, group=group, **settings)
+    method = method_of(name, encoder, pixels)
+    settings = {"epochs": 2, "batch_size": 12, "lr": 1e-3, "bfloat16": False, "group": group}
+    training = Training(encoder, pixels, method, **settings | options)
     losses = [float(figures.get("loss", 0)) for figures in training]
     state = [*encoder.parameters(), *method.parameters(), *method.buffers()]
-    return losses, torch.cat([x.detach().flatten().float() for x in state])
-
-
-CASES = [(method, False, None) for method in METHODS]
-CASES += [("simclr", True, None), ("simclr", False, 4), ("bank", False, 3)]
+    flat = [x.detach().flatten().float() for x in state]
+    return losses, torch.cat(flat)
 
 
 def train_as_a_rank(rank, ranks, folder):
@@ -112,13 +123,14 @@ def train_as_a_rank(rank, ranks, folder):
     torch.set_num_threads(1)
     store = distributed.FileStore(f"{folder / 'store'}", ranks)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = [train_a_little(method, distributed.group.WORLD, *more) for method, *more in CASES]
+    group = distributed.group.WORLD
+    found = [train_a_little(name, group, options) for name, options in CASES]
     torch.save(found, folder / f"{rank}.pt")
     encoder, pixels = Grouped(), torch.arange(7 * 192).view(7, 3, 8, 8).byte()
     for parameter in encoder.parameters():
         distributed.broadcast(parameter.detach(), 0)
     alone = hardneg.embed(encoder, pixels)
-    together = hardneg.embed(encoder, pixels, group=distributed.group.WORLD)
+    together = hardneg.embed(encoder, pixels, group=group)
     torch.testing.assert_close(together, alone)
     distributed.destroy_process_group()
 
@@ -130,23 +142,23 @@ class TestRanks:
     def test_any_number_of_ranks_makes_the_same_run(self, ranks, tmp_path):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["training.test_ranks"])
-        several = [
-            context.Process(target=train_as_a_rank, args=(rank, ranks, tmp_path))
-            for rank in range(ranks)
-        ]
-        for process in several:
-            process.start()
+        several = []
+        for rank in range(ranks):
+            arguments = rank, ranks, tmp_path
+            several.append(context.Process(target=train_as_a_rank, args=arguments))
+            several[-1].start()
         for process in several:
             process.join()
-        assert [process.exitcode for process in several] == [0] * ranks
-        found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-        for k, (method, bfloat16, micro_batch) in enumerate(CASES):
-            losses, state = train_a_little(method, None, bfloat16, micro_batch)
-            error = 0.02 if bfloat16 else 1e-5
-            np.testing.assert_allclose(found[0][k][0], losses, error, error, err_msg=method)
-            for rank in range(ranks):
-                assert torch.equal(found[rank][k][1], found[0][k][1]), (method, rank)
-            torch.testing.assert_close(found[0][k][1], state, rtol=error, atol=error)
+            assert process.exitcode == 0
+        of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+        for (name, options), *found in zip(CASES, *of_ranks, strict=True):
+            losses, state = train_a_little(name, None, options)
+            error = 0.02 if options.get("bfloat16") else 1e-5
+            first_losses, first_state = found[0]
+            np.testing.assert_allclose(first_losses, losses, error, error, err_msg=name)
+            torch.testing.assert_close(first_state, state, rtol=error, atol=error)
+            for _, other in found:
+                assert torch.equal(other, first_state), name
 
     def test_every_method_is_stopped_and_goes_on(self, tmp_path):
         """With two ranks to the bit."""
@@ -154,10 +166,11 @@ class TestRanks:
         driver.write_text(DRIVER)
 
         def commands(folder):
-            return [
-                f"{' '.join(SMALL_WORDS)} --method {method} {words} --out {folder / method}"
-                for method, words in METHODS.items()
-            ]
+            found = []
+            for method, words in METHODS.items():
+                every = " ".join(SMALL_WORDS)
+                found.append(f"{every} --method {method} {words} --out {folder / method}")
+            return found
 
         whole, cut = tmp_path / "whole", tmp_path / "cut"
         code, said = started_by_torchrun(2, driver, [*commands(whole), "--batch-size 3"])
@@ -167,10 +180,11 @@ class TestRanks:
         assert said.count("\ntrained encoder") == len(METHODS)
         start = time.perf_counter()
         code, said = started_by_torchrun(2, driver, commands(cut), last=4)
-        assert code != 0 and "SIGKILL" in said and said.count("stopped\n") == len(METHODS) - 1
+        assert code != 0 and "SIGKILL" in said
+        assert said.count("stopped\n") == len(METHODS) - 1
         assert time.perf_counter() - start < 60
         code, said = started_by_torchrun(2, driver, commands(cut))
         assert code == 0 and said.count("The run is resumed after epoch") == len(METHODS), said
         for method in METHODS:
-            found, wanted = (numbers_of(x / method / "results.json") for x in (cut, whole))
-            assert found == wanted, method
+            found = numbers_of(cut / method / "results.json")
+            assert found == numbers_of(whole / method / "results.json"), method

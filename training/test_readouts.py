@@ -85,8 +85,8 @@ class TestReadouts:
             for j in np.argsort(-row, kind="stable")[:k]:
                 votes[labels[j]] += np.exp(row[j] / 0.5)
             right += votes.argmax() == label
-        sets = map(torch.as_tensor, (x, labels[:30], y, labels[30:]))
-        found = readouts.knn_accuracy(*sets, k=k)
+        sets = x, labels[:30], y, labels[30:]
+        found = readouts.knn_accuracy(*map(torch.as_tensor, sets), k=k)
         assert found == pytest.approx(100 * right / 1030, abs=0.11)  # float32 may turn one vote
 
     def test_linear_readout_is_scipys(self):
