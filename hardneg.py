@@ -107,7 +107,8 @@ class Options(TypedDict, total=False):
 
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
     # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
-    # high is an int, the numbers have to be whole.
+    # high is an int, the numbers have to be whole. An entry can name tables that come later in this
+    # file, such as WEIGHTS, because section 8 reads the entries.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -193,9 +194,9 @@ class Options(TypedDict, total=False):
         str,
         "mean",
         ("mean", "sum", "none"),
-        """The mean or the sum of the losses of all anchors of all ranks. With "none" it is a loss
-        for each anchor of this rank. An anchor without a positive has 0 there, and "mean" leaves it
-        out.""",
+        """The mean or the sum of the losses of all anchors of all ranks. With "none" you get
+        one loss for each anchor of this rank. An anchor without a positive has the loss 0 there,
+        and "mean" leaves it out.""",
     ]
     block_size: Annotated[
         int | None,
@@ -513,7 +514,8 @@ def weigh(pos, neg, n, anchors, shared, options):
 
 def takes(function):
     """List the names of a function's parameters."""
-    # inspect.signature would take thirty times as long
+    # torch.no_grad and other decorators keep the function in __wrapped__. inspect.signature would
+    # take thirty times as long
     code = getattr(function, "__wrapped__", function).__code__
     return code.co_varnames[: code.co_argcount]
 
@@ -898,8 +900,8 @@ def sinkhorn(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
     log_kernel is a function. Each step calls it, and it returns the blocks of rows of −C/ε (A, N),
-    as a list, say. They are MASKED where i and j must not be coupled. → f (A,), g (N,), error. If
-    the kernel has a gradient, each step keeps 2·A·N numbers in memory.
+    as a list, say. An entry is MASKED where i and j must not be coupled. → f (A,), g (N,), error.
+    If the kernel has a gradient, each step keeps 2·A·N numbers in memory.
 
     A and N leave out rows and columns that are all masked. Sinkhorn stops when the error
     Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is 1e-5, and 1e-12 in float64.
@@ -911,9 +913,10 @@ def sinkhorn(
 
     Tight clusters of rows take many steps, unless the kernel is symmetric. So do masks after which
     an entry that is not masked has to be 0 in every coupling. Ref: [2] Eq. 5"""
-    # How fast it is, which nobody needs to use it. A step multiplies the error by up to μ², where μ
-    # is the second singular value of √(AN) P. A symmetric step multiplies the error along an
-    # eigenvector of A·P with eigenvalue μ by (μ² − μ)/2. That is within ±1/8 for μ from −0.2 to 1.
+    # How fast does it converge? You need not know this to use it. A step multiplies the error by up
+    # to μ², where μ is the second singular value of √(AN) P. A symmetric step multiplies the error
+    # along an eigenvector of A·P with eigenvalue μ by (μ² − μ)/2. That is within ±1/8 for μ from
+    # −0.2 to 1.
     # With entries that masks force to 0 the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1098,7 +1101,8 @@ def _evaluate(anchors, shared, group, options):
     a = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
-        # But for "none", value is a sum already. To change losses of single anchors, see `answer`.
+        # Unless reduction is "none", value is a sum already, so losses of single anchors cannot be
+        # changed here. Change them in `answer`.
         value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
         value, lacking = answer(anchors, shared, options)[:2]
@@ -1299,7 +1303,7 @@ def unit(x: Tensor) -> Tensor:
 
 
 def _autocast_off(device):
-    """Turn autocast off where it is on. Entering its context takes time in a small loss."""
+    """Turn autocast off, if it is on. Turning it off where it is off would take time, too."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
