@@ -278,12 +278,11 @@ def contrastive_loss(
                 potential=_uncompiled(_couple, anchors, shared, group, options)
             )
         value = _evaluate(anchors, shared, group, options)
-        if _may_read(value):
-            # a NaN in a masked row can leave the loss finite, and make the gradient NaN
-            _check_finite("negatives", negatives)
-            _check_finite("log_weights", log_weights)
-            for i, view in enumerate(views):
-                _check_finite(f"views[{i}]", view)
+        # a NaN in a masked row can leave the loss finite, and make the gradient NaN
+        _check_finite("negatives", negatives)
+        _check_finite("log_weights", log_weights)
+        for i, view in enumerate(views):
+            _check_finite(f"views[{i}]", view)
         if return_stats:
             return value, _statistics(anchors, shared, options)
         return value
@@ -461,10 +460,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note(
-            f"weights got logits {tuple(logits.shape)} of some anchors. Log weights of your own "
-            "for all anchors go in log_weights="
-        )
+        error.add_note("weights got logits of some anchors. Log weights of all go in log_weights=")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -743,7 +739,7 @@ def _line_up(options, views, given):
     else:
         anchors, *positives = z.split(b)
         anchors, candidates = anchors / t, project(negatives.to(z.dtype))
-        own = torch.empty(b, 0, dtype=torch.long, device=z.device)
+        own = z.new_empty(b, 0, dtype=torch.long)
     if positive_index is not None:
         own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
     products = [(anchors * x).sum(1, keepdim=True) for x in positives]  # (A, 1) each
@@ -753,11 +749,9 @@ def _line_up(options, views, given):
     # What is known of pairs
     candidate_labels = None
     if labels is not None:
-        labels = torch.as_tensor(labels, device=z.device)
-        labels, candidate_labels = labels[:b], labels[b:]
-        if in_batch:
-            labels = labels.repeat(v)
-            candidate_labels = gather(labels, group)
+        all_labels = torch.as_tensor(labels, device=z.device)
+        labels = all_labels[:b].repeat(len(anchors) // b)
+        candidate_labels = gather(labels, group) if in_batch else all_labels[b:]
     if mask is not None:
         mask = torch.as_tensor(mask, device=z.device).expand(len(anchors), -1)
     if log_weights is not None:
@@ -774,6 +768,8 @@ def _line_up(options, views, given):
     by_label = labels is not None and (options["by_label"] or (v == 1 and not by_index))
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
+    if plain and not in_batch and _may_read(z) and (negatives == views[1][0]).all(-1).any():
+        _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
     return known, _Shared(
         t,
@@ -1001,6 +997,7 @@ def mine(
     labels: Tensor | None = None,
     scores: bool = False,
     normalize: bool = True,
+    group: distributed.ProcessGroup | None = None,
 ):  # the type of the result depends on scores, which would need overloads
     """Find the k documents nearest to each query that do not answer it: hard negatives.
     queries (n, D), documents (N, D), any floats → document rows (n, k), nearest first. −1 stands
@@ -1015,6 +1012,9 @@ def mine(
     scores          also return the cosines (n, k), −∞ for none
     normalize       compare by cosines. With False it compares by inner products, and `scores`
                     returns these.
+    group           A process group of torch.distributed, whose ranks share the work. All of them
+                    pass the same arguments. Each searches for a share of the queries, and gets the
+                    rows for all.
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, 16 MB or 64 rows."""
     n, size, device = len(queries), len(documents), queries.device
@@ -1025,35 +1025,34 @@ def mine(
     if positives is None:
         if n > size:
             raise InvalidArgument(f"documents has {size} rows for {n} queries. Give positives=.")
-        positives = torch.arange(n, device=device)
-    _check_tensor("positives", positives, "int", (n,), (n, "P"))
-    _check_rows("positives", positives, size)
+        positives = range(n)
+    _check_index("positives", positives, size, n)
     positives = torch.as_tensor(positives, device=device).long().view(n, -1)
-    _check_tensor("labels", labels, None, (size,))
-    if labels is not None:
-        labels = torch.as_tensor(labels, device=device)
+    _check_tensor("labels", labels, "", (size,))
 
     with _autocast_off(device.type):
         project = unit if normalize else _upcast
         queries = project(queries)
         documents = project(documents).to(queries.dtype)
-        if _may_read(queries):
-            _check_finite("queries", queries)
-            _check_finite("documents", documents)
+        _check_finite("queries", queries)
+        _check_finite("documents", documents)
         # Question 1 of a loss, at t = 1. A block has all documents, as each of them can be the
         # nearest one that answers, from which margins are measured.
         anchors = _Anchors(queries, queries[:, :0], positives)
+        if group is not None:
+            anchors = anchors.of(_share(n, group))
         shared = _Shared(1.0, size, documents, positives_by_index=True)
         options = resolve({"absolute_margin": absolute_margin, "relative_margin": relative_margin})
         parts = []
         for some in anchors.blocks(max(64, 2**22 // size)):
             cosines = who(some, shared, options)[1]  # (a, N)
             if labels is not None:
+                labels = torch.as_tensor(labels, device=device)
                 for column in some.own.unbind(1):  # (a,)
                     of_label = labels[column, None] == labels
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
             parts.append(cosines.topk(min(k + skip, size)))
-    nearest, index = (torch.cat(x)[:, skip:] for x in zip(*parts, strict=True))
+    nearest, index = (gather(torch.cat(x), group)[:n, skip:] for x in zip(*parts, strict=True))
     absent = nearest < FAR
     to_k = 0, k - index.shape[1]  # columns to add, if there are too few documents
     index = F.pad(index.masked_fill(absent, -1), to_k, value=-1)
@@ -1107,7 +1106,6 @@ def _evaluate(anchors, shared, group, options):
     else:
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
-        lacking = [int(x) for x in lacking]
         _warn_of(lacking, a, options)
     if options["reduction"] == "none":
         return value
@@ -1290,6 +1288,14 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     return _Gather.apply(x.contiguous(), group)
 
 
+def _share(n, group):
+    """List the rows of n that this rank works on. All ranks get equally many, as the first rows
+    can come again at the end. So `gather(results, group)[:n]` has the results of all rows."""
+    ranks = distributed.get_world_size(group)
+    rows = torch.arange(-(-n // ranks) * ranks) % n
+    return rows.chunk(ranks)[distributed.get_rank(group)]
+
+
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 
 
@@ -1310,7 +1316,7 @@ def _autocast_off(device):
 
 
 def _upcast(x):
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
@@ -1468,8 +1474,7 @@ def _check_call(options, views, given):
         )
     shape = "B", "D"
     for i, view in enumerate(views):
-        hint = "; labels go in labels="
-        _check_tensor(f"views[{i}]", view, "float", shape, hint=hint)
+        _check_tensor(f"views[{i}]", view, "float", shape, hint="; labels go in labels=")
         shape = view.shape
     is_group = group is None or isinstance(group, distributed.ProcessGroup)
     _require(is_group, "group", repr(group), "a process group of torch.distributed")
@@ -1484,23 +1489,18 @@ def _check_call(options, views, given):
     else:
         a, n = b, _check_negatives(negatives, views, options, labels, group)
         k = n
-        unnamed = positive_index is None and mask is None and labels is None
-        if len(views) > 1 and unnamed and _may_read(negatives):
-            if (negatives == views[1][0]).all(-1).any():
-                _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     if labels is not None:
         _check_tensor(
-            "labels", labels, None, (b + k,), hint=f" for {b} samples and {k} rows of negatives"
+            "labels", labels, "", (b + k,), hint=f" for {b} samples and {k} rows of negatives"
         )
-    _check_tensor("positive_index", positive_index, "int", (b,), (b, "P"))
-    _check_rows("positive_index", positive_index, n)
+    _check_index("positive_index", positive_index, n, b)
     _check_tensor("negative_mask", mask, "bool", (a, n), (n,))
     _check_tensor("log_weights", log_weights, "float", (a, n), (n,))
 
 
 def _check_ranks(views, group):
     """Check on all ranks at once what would let one of them wait for the others in vain."""
-    here = [len(views)] + list(views[0].shape)
+    here = [len(views), *views[0].shape]
     finite = all(view.isfinite().all() for view in views)
     everywhere = gather(torch.tensor([here + [finite]]), group).tolist()
     for rank, (*there, finite) in enumerate(everywhere):
@@ -1535,7 +1535,8 @@ def _check_negatives(negatives, views, options, labels, group):
 
 def _check_tensor(name, x, kind, *shapes, hint=""):
     """Check a tensor, if it is given. With a hint it must be given.
-    A shape has lengths, or letters for any length above 0."""
+    kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any length
+    above 0."""
     if x is None and not hint:
         return
     if kind != "float":  # an index, say, may be a list
@@ -1544,9 +1545,7 @@ def _check_tensor(name, x, kind, *shapes, hint=""):
         except (TypeError, ValueError, RuntimeError):  # of words, say, or of unequal lengths
             pass
     fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
-    if fits and kind is not None:
-        fits = kind in str(x.dtype)
-    if not fits:
+    if not (fits and kind in str(x.dtype)):
         sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         kinds = f" of {kind}s" if kind else ""
         _require(False, name, _describe(x), f"a tensor {sizes}{kinds}{hint}")
@@ -1557,8 +1556,9 @@ def _is_like(shape, wanted):
     return len(shape) == len(wanted) and all(fits)
 
 
-def _check_rows(name, index, n):
-    """Check that an index names rows from 0 to n − 1, or none by −1."""
+def _check_index(name, index, n, length):
+    """Check that an index (length,) or (length, P) names rows from 0 to n − 1, or none by −1."""
+    _check_tensor(name, index, "int", (length,), (length, "P"))
     if index is None or (torch.is_tensor(index) and not _may_read(index)):
         return
     low, high = map(int, torch.as_tensor(index, device="cpu").aminmax())
@@ -1575,8 +1575,11 @@ def _check_result(name, result, shape):
 
 
 def _check_finite(name, x):
+    """Check a tensor, if it is given and can be read."""
+    if x is None or not _may_read(x):
+        return
     # the sum of finite numbers is finite, unless it overflows, and takes a fraction of the time
-    if x is None or math.isfinite(x.detach().sum().item()) or x.isfinite().all():
+    if math.isfinite(x.detach().sum().item()) or x.isfinite().all():
         return
     raise NotFinite(f"{name} has NaN or inf.")
 
@@ -1645,7 +1648,7 @@ def view(
     The views are float32 or float64, in [0, 1], with a gradient in the images. The defaults are
     those of [6] for 32 × 32 images, but area starts at 0.2 instead of 0.08. One affine map of luma
     and chroma makes all changes of colour, so they have no order. Ref: [6] App. A; [3] 3.1"""
-    _check_tensor("images", images, None, ("B", 3, "H", "W"))
+    _check_tensor("images", images, "", ("B", 3, "H", "W"))
     x = _floats(images)
     draws = _drawn(torch.rand, len(x), len(DRAWS), generator, x.device)
     draws = dict(zip(DRAWS, draws.to(x.dtype).unbind(1), strict=True))  # each is (B,)
@@ -1888,12 +1891,13 @@ def embed(
     mode. The results have no gradient. With a group each rank embeds a share of the images, which
     all have, and gets the embeddings of all."""
     if group is not None:
-        n, ranks = len(images), distributed.get_world_size(group)
-        size = -(-n // ranks)  # shares of one size, as the last image can repeat
-        share = torch.arange(size, device=images.device) + size * distributed.get_rank(group)
-        outputs = embed(encoder, images[share.clamp_max(n - 1)], batch_size)
+        n = len(images)
+        outputs = embed(encoder, images[_share(n, group)], batch_size)
         return tuple(gather(x, group)[:n] for x in outputs)
-    encoder = copy.deepcopy(_unwrapped(encoder)).eval()
+    encoder = _unwrapped(encoder)
+    groups = [getattr(part, "process_group", None) for part in encoder.modules()]
+    shared = {id(x): x for x in groups}  # those of SyncBatchNorm cannot be copied
+    encoder = copy.deepcopy(encoder, shared).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
     outputs = [
         encoder(_floats(part.to(weight.device)).to(weight.dtype))
@@ -1914,8 +1918,7 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     _check_tensor("z", z, "float", ("n", "D"))
     n = len(z)
     _require(n > 1, "z", f"{n} row", "at least two rows")
-    if _may_read(z):
-        _check_finite("z", z)
+    _check_finite("z", z)
     # Row i is its own positive, and all other rows are its candidates. So its loss is
     # log Σ_j e^{2t cos_ij} − 2t = log Σ_j e^{−t ‖z_i − z_j‖²}.
     losses = contrastive_loss(
@@ -2071,8 +2074,8 @@ class Game(nn.Module):
 
     def latents(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw latents (n, latent) from N(0, I)."""
-        device = self.G.first.bias.device
-        return _drawn(torch.randn, n, self.G.latent, generator, device)
+        bias = self.G.first.bias  # it has the generator's device and dtype
+        return _drawn(torch.randn, n, self.G.latent, generator, bias.device).to(bias.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
         """Generate n images → images (n, 3, size, size) in [0, 1], the index (n,) of their latents.
@@ -2366,8 +2369,9 @@ class Training:
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. They stay
                    the same. If batches can be shared evenly, any number of ranks makes the same run
-                   up to rounding. Otherwise up to ranks − 1 images of a batch are left out. On a
-                   GPU BatchNorm sees the whole batch. On a CPU it sees the share of its rank.
+                   up to rounding. Otherwise batches differ by a few images, and an epoch leaves
+                   out up to ranks − 1 images, other ones each time. On a GPU BatchNorm sees the
+                   whole batch. On a CPU it sees the share of its rank.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
@@ -2436,10 +2440,9 @@ class Training:
         while self.epoch < self.epochs:
             seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
-            batches = order.to(self.images.device).tensor_split(self.steps_per_epoch)
-            for batch in batches[self.step_in_epoch :]:
-                shared = len(batch) // self.ranks * self.ranks
-                index = batch[self.rank : shared : self.ranks]
+            shared = len(order) // self.ranks * self.ranks
+            order = order[self.rank : shared : self.ranks].to(self.images.device)
+            for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
                 step = self.method.pretrain * self.steps_per_epoch + position + 1
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}

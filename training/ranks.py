@@ -1,10 +1,8 @@
 """Train in several processes: torchrun --nproc-per-node 2 train.py …
 
 torchrun starts the processes, which are called ranks. Each has a share of every batch. The first
-one, rank 0, prints, saves and measures for all.
-
-With `--max-restarts 2` torchrun begins again after a rank has died. Set the environment variable
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that. Otherwise the new ranks find keys of the old ones.
+one, rank 0, prints, saves and measures for all. If one of them dies, torchrun stops the others. The
+same command goes on then. With `--max-restarts 2` torchrun itself starts it again, up to twice.
 """
 
 import contextlib
@@ -49,7 +47,12 @@ def joined() -> Iterator[None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
     # By default a rank waits for ten minutes, in which rank 0 may still read images.
-    distributed.init_process_group(timeout=datetime.timedelta(hours=2))
+    wait = datetime.timedelta(hours=2)
+    store, rank, size = next(distributed.rendezvous("env://", timeout=wait))
+    # After a restart the store still has what earlier ranks wrote. So each start has a prefix.
+    prefix = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = distributed.PrefixStore(prefix, store)
+    distributed.init_process_group(store=store, rank=rank, world_size=size, timeout=wait)
     with contextlib.ExitStack() as stack:
         if not is_first():
             nowhere = stack.enter_context(open(os.devnull, "w"))
