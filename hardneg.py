@@ -18,7 +18,7 @@ Symbols
     A           anchors: every view of every sample, V·B; with `negatives` the first view alone, B
     a           the anchors of a block; large batches are worked on in blocks
     M           positives of an anchor: the V − 1 other views, or P named rows; if labels name
-                positives, all N columns follow, of which most are masked
+                positives, M grows by N columns, of which most are masked
     N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked; in formulas of one anchor
                 N stands for N_i
@@ -142,8 +142,8 @@ class Options(TypedDict, total=False):
         None,
         [0, 0.999],
         """τ⁺, the probability that a candidate has the anchor's class. By default the loss decides,
-        and `hcl` and `debiased` take 1 / (N_i + 1). `simple`, `triplet` and functions of your own
-        are not debiased.""",
+        and `hcl` and `debiased` take 1 / (N_i + 1). The objectives `simple` and `triplet`, and
+        those of your own, are not debiased.""",
     ]
     beta: Annotated[float, 0.5, [0, 1e8], "β, how strongly near candidates are preferred [1]."]
     alpha: Annotated[float, 0.3, [1e-9, 1.0], "α, the share of nearest candidates to keep [4]."]
@@ -203,8 +203,8 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
-        2^23, is computed in one go. Larger batches are cut into blocks of four times as many pairs,
-        so that memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result
+        2^23, is computed in one go. A larger batch is cut into blocks of 2^20 pairs, on a GPU 2^25.
+        So memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result
         by rounding only. In blocks a loss has no second derivatives. If a function of yours has
         parameters that learn, or under torch.func, all anchors are computed in one go.""",
     ]
@@ -238,12 +238,12 @@ def contrastive_loss(
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
-                    and are cut at ±5e19. They can be scores of a teacher. Or they correct for
-                    candidates that were drawn, where q_j is the probability of candidate j. For K
-                    draws with replacement, −log(K q_j) makes the sum stand for all that could be
-                    drawn. If the batch itself was drawn, the positive of anchor i was drawn with
-                    probability q_i. Then pass log q_i − log q_j. It has the effect of dividing
-                    e^s by q_j and e^p by q_i, as only their ratio counts.
+                    and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
+                    candidates were drawn. Suppose K rows were drawn with replacement, and row j has
+                    the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
+                    the sum over all rows. Suppose all rows of a batch were drawn so, positives too.
+                    Pass log q_i − log q_j, where q_i is the probability of the positive of anchor
+                    i. That divides e^s by q_j and e^p by q_i, as only their ratio counts.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -254,8 +254,8 @@ def contrastive_loss(
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors where debiasing gives the floor of
-                    `published`.
+                    "clamped" is the share of anchors where debiasing leaves so little that it takes
+                    e^{−1/t}, the least that a mean of e^s can be.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
@@ -264,7 +264,8 @@ def contrastive_loss(
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
-    −C/ε is not stored above 2^24 pairs, so that each step computes it, in A·N·D.
+    it does not store the costs of more than 2^24 pairs. Then each step computes them again, which
+    takes A·N·D.
     torch.func.grad, hessian and jvp work, without blocks. torch.func.vmap does not, as values are
     read.
     Ref: PRESETS"""
@@ -430,7 +431,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
 # To add a cost, add its row here.
 # cost: that of two unit rows, from their cosine; d² = ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
 # A cost and its gradient must be finite for cosines from −2, which stands for masked, to 1 + 1e-6.
-# Over the smallest ε it must stay below 1e20, since more would count as masked.
+# Divided by the smallest ε it must stay below 1e20, since more would count as masked.
 COSTS = {
     "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
     "exp": lambda cosines: torch.exp(2 - 2 * cosines),  # e^{d²}
@@ -440,8 +441,8 @@ COSTS = {
 def transported(
     logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
 ) -> Tensor:
-    """Count near candidates more, but give all candidates the same total weight over all anchors,
-    if all anchors have equally many.
+    """Count near candidates more, but give all candidates the same total weight over all anchors.
+    The totals are the same only if each anchor has equally many candidates.
         w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
     logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and columns have equally many
@@ -487,8 +488,8 @@ def by_rule(logits, candidates, potential, t, options):
 
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
-    weights (a, M) of positives. A positive gets the weight of a candidate with the same logit,
-    without a potential, and up to one factor for each anchor, which cancels in `debias`. The last
+    weights (a, M) of positives. The rule weighs a positive like a candidate with the same logit. It
+    leaves out the potential, and does not scale to mean 1, as `debias` divides by the sum. The last
     two are for debiasing, and None without it. The last is also None for a single positive."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
@@ -619,12 +620,13 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # Their mean of e^s is about that of the positives, and so can be subtracted. In formulas
 #     E  = Σ_j w_j e^{s_j} / Σ_j w_j         over the candidates of an anchor
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
-# These cases come up. Where the floor applies, torch.where does not choose `rest`.
+# What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
+# means of few. So `published` has a floor. These cases come up.
 #     anchor               log E     log E⁺    τ⁺             result
-#     ordinary             finite    finite    below 1        rest
+#     ordinary             finite    finite    below 1        what is left
 #     too near a positive  finite    finite    below 1        the floor
-#     without candidates   −1e30     finite    may be 1       the floor; rest may be NaN, not chosen
-#     without positives    finite    −1e30     below 1        rest; `answer` sets its loss to 0
+#     without candidates   −1e30     finite    may be 1       the floor
+#     without positives    finite    −1e30     below 1        what is left; its loss becomes 0
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -638,7 +640,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     # −1 where nothing is left. Otherwise the log below gets a number of at most 0, and its NaN
-    # gradient would pass through torch.where.
+    # gradient would pass through torch.where. Without candidates tau_plus may be 1. Then rest is
+    # NaN, but nothing is left, so it is not chosen.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))  # both below 0
     floor = -1 / t
@@ -652,8 +655,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # If `top` drops every positive, all have −1e30, so that they share the weight equally. The
-        # rule and `uniform` both mask an absent one. So it has −2e30 or less, and gets no share.
+        # If `top` drops every positive, all have −1e30, so that they share the weight equally. An
+        # absent one is masked by the rule and by `uniform`. So it has far less, and gets no share.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
@@ -709,7 +712,7 @@ class _Shared(NamedTuple):
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
     batch: bool = False  # the candidates are the views, so the logits of all are symmetric
-    plain: bool = False  # only `own` is masked, has no −1, and every anchor has a candidate
+    plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
 def _line_up(options, views, given):
@@ -724,14 +727,15 @@ def _line_up(options, views, given):
         t = t.to(z).view(())  # its gradient needs 32 bits
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
-    # first view alone has anchors. Then we take it that no candidate shows the anchor's own sample
-    # but those that positive_index names.
+    # first view alone has anchors. Which of the negatives show the anchor's own sample is what
+    # positive_index says. The others are candidates.
     in_batch = negatives is None
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
         positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
         # Row i is i, i + B, i + 2·B, … modulo A. For two views of three samples these are the rows
-        # 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. They are windows of 0 1 2 3 4 5 0 1 2 3 4 5.
+        # 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. Row i takes every third entry of 0 1 2 3 4 5 0 1 2 3 4 5,
+        # beginning with entry i.
         columns = torch.arange(2 * a, device=z.device) % a
         own = columns.as_strided((a, v), (1, b))  # (A, V)
         if group is not None:
@@ -907,8 +911,9 @@ def sinkhorn(
     f = g = (f + g) / 2 [10], and fewer steps are needed. If the kernel is not symmetric, the mean
     does not converge.
 
-    Tight clusters of rows take many steps, unless the kernel is symmetric. So do masks after which
-    an entry that is not masked has to be 0 in every coupling. Ref: [2] Eq. 5"""
+    Tight clusters of rows take many steps, unless the kernel is symmetric. Some masks force an
+    entry to 0 in every coupling, although it is not masked itself. They take many steps, too.
+    Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. A step multiplies the error by up
     # to μ², where μ is the second singular value of √(AN) P. A symmetric step multiplies the error
     # along an eigenvector of A·P with eigenvalue μ by (μ² − μ)/2. That is within ±1/8 for μ from
@@ -1036,8 +1041,8 @@ def mine(
         documents = project(documents).to(queries.dtype)
         _check_finite("queries", queries)
         _check_finite("documents", documents)
-        # Question 1 of a loss, at t = 1. A block has all documents, as each of them can be the
-        # nearest one that answers, from which margins are measured.
+        # This is question 1 of a loss, at t = 1. A block of queries meets all documents, since any
+        # of them may be the nearest answer, from which margins are measured.
         anchors = _Anchors(queries, queries[:, :0], positives)
         if group is not None:
             anchors = anchors.of(_share(n, group))
@@ -1826,7 +1831,7 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     followers = _unwrapped(follower).state_dict(keep_vars=True)
     # layers can share a tensor, which must move once
     for value, name in dict(map(reversed, followers.items())).items():
-        target = leaders.get(name, value[None])  # if it is missing, another shape
+        target = leaders.get(name, value[None])  # what is missing gets a shape that is an error
         _require(
             target.shape == value.shape, "leader", "different", f"like the follower, with {name}"
         )
@@ -2246,7 +2251,7 @@ class DiffHard(SimCLR):
         if encoder is None:
             return None, {}
         game.taken += 1
-        # Step 1. A batch has N real images and N generated ones, in N/2 pairs. Each has two views.
+        # Step 1. A batch has real images and as many generated ones. Each of them has two views.
         with torch.set_grad_enabled(ascends):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
         batch = torch.cat([generated, real])  # (2N, 3, H, W)
@@ -2308,7 +2313,7 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
 
 
 def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
-    """Lower β over a run from β to β/ℓ, in ℓ equal steps.
+    """Lower β over a run from β to β/ℓ, in ℓ stages of equal length.
         β · (1 − ⌊ℓ · progress⌋ / ℓ)    with ℓ = changes, for a progress in [0, 1)
 
     Hard negatives matter early in a run. Later many of the hardest ones have the anchor's class.

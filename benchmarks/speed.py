@@ -8,19 +8,26 @@ pass would take more than 20 s or, for a peer, more than 12 GiB, as estimated fr
 mining: `mine` among random unit rows, beside an exact index of faiss (`pip install faiss-cpu`).
 loop: the encoder alone on views made before, which is the upper limit of any loop, and the training
 loop on images in memory.
+folder: `train.py` on a folder of photographs, which is decoded into memory, decoded into the cache,
+or found there, in one process and in two. For example --data FOLDER --size 128 --fraction 0.1. The
+memory is the peak of RssAnon, of the process that takes most. Pixels that are mapped from the cache
+are not part of it, as the system can drop them at any time.
 
 Every round times all rows in turn. A ratio is the median over rounds of two times of one round.
 Memory is the peak above the inputs of one pass, in a process of its own (on a GPU: of the
 allocator). losses and loop are recorded in results/, and --show prints them again.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import math
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -397,9 +404,76 @@ def show_loop(found: dict) -> str:
     return f"{heading(found, what, rates[name])}\n{report.markdown(lines)}"
 
 
-SUBJECTS = {"losses": losses, "mining": mining, "loop": loop}
-SIZES = {"losses": [2**k for k in range(8, 15)], "mining": [10**6]}
-ROUNDS = {"losses": 7, "mining": 5, "loop": 9}
+# ---- folder ------------------------------------------------------------------------------------
+
+TIMED = """
+import sys, time
+import train
+print("at", time.time(), 0, flush=True)
+step = train.hardneg.Training._step
+
+def timed(*arguments):
+    figures = step(*arguments)
+    print("at", time.time(), figures["images"], flush=True)
+    return figures
+
+train.hardneg.Training._step = timed
+train.main(sys.argv[1:])
+"""
+
+
+def anonymous_memory(session: int) -> float:
+    """Return the memory of the largest process of a session, in MiB, without mapped files."""
+    found = [0.0]
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):  # a process may end in the meantime
+            if os.getsid(int(folder.name)) == session:
+                lines = (folder / "status").read_text().splitlines()
+                found += [int(line.split()[1]) / 1024 for line in lines if "RssAnon" in line]
+    return max(found)
+
+
+def measured(words: list[str]) -> list[str]:
+    """Run a command that prints what TIMED does → its row: seconds, images a second, MiB."""
+    begin, peak = time.time(), 0
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(words, stdout=said, start_new_session=True)
+        while process.poll() is None:
+            peak = max(peak, anonymous_memory(process.pid))
+            time.sleep(0.05)
+        said.seek(0)
+        marks = [line.split()[1:] for line in said if line.startswith("at ")]
+    imported, first, *_, last = [float(at) for at, _ in marks]
+    images = sum(int(n) for _, n in marks[2:])
+    rate = images / (last - first)
+    return [f"{imported - begin:.1f}", f"{first - begin:.1f}", f"{rate:.0f}", f"{peak:.0f}"]
+
+
+def folder(args) -> None:
+    """Print how long it takes to start on a folder, how fast it trains, and how much it needs."""
+    lines = [["", "seconds to import", "to the first step", "images/s", "peak of a process, MiB"]]
+    with tempfile.TemporaryDirectory() as temporary:
+        script = Path(temporary, "timed.py")
+        script.write_text(TIMED)
+        cache = f"{temporary}/cache"
+        two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        rows = {
+            "decoded into memory": ([], "/dev/null/none"),
+            "decoded into the cache": ([], cache),
+        }
+        rows |= {"found in the cache": ([], cache), "the same, two processes": (two, cache)}
+        for name, (launch, kept) in rows.items():
+            words = [sys.executable, *launch, str(script), "--data", args.data, "--size"]
+            words += [str(args.sizes[0]), "--fraction", str(args.fraction), "--epochs", "1"]
+            words += ["--no-report", "--overwrite", "--cache", kept, "--out", f"{temporary}/out"]
+            lines.append([name] + measured(words))
+            print(report.markdown(lines[:1] + lines[-1:]), flush=True)
+    print(f"\n{heading(about('cpu', ['torch']), '1 epoch', [])}\n{report.markdown(lines)}")
+
+
+SUBJECTS = {"losses": losses, "mining": mining, "loop": loop, "folder": folder}
+SIZES = {"losses": [2**k for k in range(8, 15)], "mining": [10**6], "folder": [128]}
+ROUNDS = {"losses": 7, "mining": 5, "loop": 9, "folder": 1}
 SHOWN = {"losses": show_losses, "loop": show_loop}
 
 
@@ -407,10 +481,12 @@ def main():
     """Measure a subject, or show what is recorded of it."""
     parser = common.parser_of(__doc__)
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--sizes", type=int, nargs="+", help="2B of losses, documents of mining")
+    parser.add_argument("--sizes", type=int, nargs="+", help="2B, documents, or pixels of a side")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--device", default=train.FLAGS["device"][1])
     parser.add_argument("--one", metavar="ROW", help="print the memory of one row alone")
+    parser.add_argument("--data", help="a folder of images, for folder")
+    parser.add_argument("--fraction", type=float, default=1.0, help="the share to train on")
     args = parser.parse_args()
     args.sizes = args.sizes or SIZES.get(args.subject)
     args.rounds = args.rounds or ROUNDS[args.subject]
