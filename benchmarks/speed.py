@@ -409,12 +409,13 @@ def show_loop(found: dict) -> str:
 TIMED = """
 import sys, time
 import train
-print("at", time.time(), 0, flush=True)
+imported = time.time()
 step = train.hardneg.Training._step
 
 def timed(*arguments):
+    begin = time.time()
     figures = step(*arguments)
-    print("at", time.time(), figures["images"], flush=True)
+    print("at", imported, begin, time.time(), figures["images"], flush=True)
     return figures
 
 train.hardneg.Training._step = timed
@@ -422,31 +423,31 @@ train.main(sys.argv[1:])
 """
 
 
-def anonymous_memory(session: int) -> float:
-    """Return the memory of the largest process of a session, in MiB, without mapped files."""
-    found = [0.0]
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # a process may end in the meantime
-            if os.getsid(int(folder.name)) == session:
-                lines = (folder / "status").read_text().splitlines()
-                found += [int(line.split()[1]) / 1024 for line in lines if "RssAnon" in line]
-    return max(found)
+def anonymous_memory(process: int) -> float:
+    """Return the memory of a process and those that it has started, in MiB, without mapped files.
+    Of several processes it is that of the largest."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    own = [int(line.split()[1]) / 1024 for line in lines if "RssAnon" in line]
+    return max(own + [anonymous_memory(int(child)) for child in children], default=0)
 
 
 def measured(words: list[str]) -> list[str]:
     """Run a command that prints what TIMED does → its row: seconds, images a second, MiB."""
     begin, peak = time.time(), 0
+    here = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(words, stdout=said, start_new_session=True)
+        process = subprocess.Popen(words, stdout=said, env=here)
         while process.poll() is None:
-            peak = max(peak, anonymous_memory(process.pid))
+            with contextlib.suppress(OSError):  # a process may end in the meantime
+                peak = max(peak, anonymous_memory(process.pid))
             time.sleep(0.05)
         said.seek(0)
-        marks = [line.split()[1:] for line in said if line.startswith("at ")]
-    imported, first, *_, last = [float(at) for at, _ in marks]
-    images = sum(int(n) for _, n in marks[2:])
-    rate = images / (last - first)
-    return [f"{imported - begin:.1f}", f"{first - begin:.1f}", f"{rate:.0f}", f"{peak:.0f}"]
+        lines = [line.split()[1:] for line in said if line.startswith("at ")]
+    imported, first = [float(at) - begin for at in lines[0][:2]]
+    seconds = float(lines[-1][2]) - float(lines[0][2])
+    images = sum(int(line[3]) for line in lines[1:])
+    return [f"{imported:.1f}", f"{first:.1f}", f"{images / seconds:.0f}", f"{peak:.0f}"]
 
 
 def folder(args) -> None:
@@ -466,6 +467,7 @@ def folder(args) -> None:
             words = [sys.executable, *launch, str(script), "--data", args.data, "--size"]
             words += [str(args.sizes[0]), "--fraction", str(args.fraction), "--epochs", "1"]
             words += ["--no-report", "--overwrite", "--cache", kept, "--out", f"{temporary}/out"]
+            words += ["--micro-batch", str(args.micro_batch)]
             lines.append([name] + measured(words))
             print(report.markdown(lines[:1] + lines[-1:]), flush=True)
     print(f"\n{heading(about('cpu', ['torch']), '1 epoch', [])}\n{report.markdown(lines)}")
@@ -487,6 +489,7 @@ def main():
     parser.add_argument("--one", metavar="ROW", help="print the memory of one row alone")
     parser.add_argument("--data", help="a folder of images, for folder")
     parser.add_argument("--fraction", type=float, default=1.0, help="the share to train on")
+    parser.add_argument("--micro-batch", type=int, default=128, help="views in one pass")
     args = parser.parse_args()
     args.sizes = args.sizes or SIZES.get(args.subject)
     args.rounds = args.rounds or ROUNDS[args.subject]
