@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,10 +43,10 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hardneg")
 
 
-def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple | None:
+def kept(folder: Path, files: list[Path], size: int, parts: Iterator) -> tuple | None:
     """Map the decoded images of files → uint8 (n, 3, size, size), a list of their facts.
-    parts() decodes them, and yields some images and their facts at a time. It is called only if
-    the folder does not keep them. What cannot be kept gives a warning and None."""
+    parts decodes them as it yields some images and their facts at a time. It begins only if the
+    folder does not keep them. What cannot be kept gives a warning and None."""
     facts, n = [VERSION, size], len(files) * 3 * size**2
     try:
         for file in files:
@@ -65,7 +65,7 @@ def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple |
         return None
 
 
-def write(path: Path, n: int, parts: Callable) -> None:
+def write(path: Path, n: int, parts: Iterator) -> None:
     """Write n bytes of images, and their facts. The file gets its name once it is on the disk.
     One process at a time writes to a folder. Others wait, and then find what it wrote."""
     import fcntl  # Windows does not have it, so there nothing is kept
@@ -84,7 +84,7 @@ def write(path: Path, n: int, parts: Callable) -> None:
         print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)
         try:
             with open(part, "wb") as file:
-                for images, some in parts():
+                for images, some in parts:
                     file.write(images.numpy())
                     facts += some
                 file.write(json.dumps(facts).encode())
