@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from training import written_whole
+
 VERSION = 1  # of the file, which has the pixels of all images, and then their facts as JSON
 
 
@@ -66,12 +68,12 @@ def kept(folder: Path, files: list[Path], size: int, parts: Iterator) -> tuple |
 
 
 def write(path: Path, n: int, parts: Iterator) -> None:
-    """Write n bytes of images, and their facts. The file gets its name once it is on the disk.
+    """Write n bytes of images, and their facts.
     One process at a time writes to a folder. Others wait, and then find what it wrote."""
     import fcntl  # Windows does not have it, so there nothing is kept
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, facts = path.with_suffix(".part"), []
+    facts = []
     with open(path.parent / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process, however that ends
         if path.exists():
@@ -82,14 +84,8 @@ def write(path: Path, n: int, parts: Iterator) -> None:
         if n > free:
             raise OSError(f"{n / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free")
         print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)
-        try:
-            with open(part, "wb") as file:
-                for images, some in parts:
-                    file.write(images.numpy())
-                    facts += some
-                file.write(json.dumps(facts).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with written_whole(path) as file:
+            for images, some in parts:
+                file.write(images.numpy())
+                facts += some
+            file.write(json.dumps(facts).encode())
