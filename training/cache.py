@@ -45,10 +45,10 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hardneg")
 
 
-def kept(folder: Path, files: list[Path], size: int, parts: Iterator) -> tuple | None:
+def kept(folder: Path, files: list[Path], size: int, decoded: Iterator) -> tuple | None:
     """Map the decoded images of files → uint8 (n, 3, size, size), a list of their facts.
-    parts decodes them as it yields some images and their facts at a time. It begins only if the
-    folder does not keep them. What cannot be kept gives a warning and None."""
+    decoded yields each image and its fact. Its work begins only if the folder does not keep them.
+    What cannot be kept gives a warning and None."""
     facts, n = [VERSION, size], len(files) * 3 * size**2
     try:
         for file in files:
@@ -56,7 +56,7 @@ def kept(folder: Path, files: list[Path], size: int, parts: Iterator) -> tuple |
             facts += [os.path.abspath(file), stat.st_size, stat.st_mtime_ns]
         path = folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.images"
         if not path.exists():
-            write(path, n, parts)
+            write(path, n, decoded)
         with open(path, "rb") as file:
             file.seek(n)
             facts = json.loads(file.read())
@@ -67,7 +67,7 @@ def kept(folder: Path, files: list[Path], size: int, parts: Iterator) -> tuple |
         return None
 
 
-def write(path: Path, n: int, parts: Iterator) -> None:
+def write(path: Path, n: int, decoded: Iterator) -> None:
     """Write n bytes of images, and their facts.
     One process at a time writes to a folder. Others wait, and then find what it wrote."""
     import fcntl  # Windows does not have it, so there nothing is kept
@@ -85,7 +85,7 @@ def write(path: Path, n: int, parts: Iterator) -> None:
             raise OSError(f"{n / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free")
         print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)
         with written_whole(path) as file:
-            for images, some in parts:
-                file.write(images.numpy())
-                facts += some
+            for image, fact in decoded:
+                file.write(image.numpy().tobytes())
+                facts.append(fact)
             file.write(json.dumps(facts).encode())

@@ -433,15 +433,15 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
         return images, labels, zlib.crc32(images.numpy())
     found = None
     if kept is not None and isinstance(dataset, Folder) and len(dataset) > 0:
-        parts = decode(dataset, torch.arange(len(dataset)), size)  # nothing yet
-        found = cache.kept(kept, dataset.imgs, size, parts)
+        decoded = decode(dataset, torch.arange(len(dataset)), size)  # nothing yet
+        found = cache.kept(kept, dataset.imgs, size, decoded)
     if found is not None:
         images, facts = Rows(found[0], index), [found[1][k] for k in index.tolist()]
     else:
         images, facts = torch.empty(len(index), 3, size, size, dtype=torch.uint8), []
-        for part, some_facts in decode(dataset, index, size):
-            images[len(facts) :][: len(part)] = part
-            facts += some_facts
+        for image, fact in decode(dataset, index, size):
+            images[len(facts)] = image
+            facts.append(fact)
     broken = [fact for fact in facts if isinstance(fact, str)]
     if broken:
         message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
@@ -453,8 +453,8 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
     return images, labels, zlib.crc32(repr(facts).encode())
 
 
-def decode(dataset, index: Tensor, size: int) -> Iterator[tuple[Tensor, list]]:
-    """Decode images of a set as squares, and yield some at a time with the fact of each.
+def decode(dataset, index: Tensor, size: int) -> Iterator[tuple]:
+    """Decode images of a set, and yield each as a square with its fact.
     A fact is the checksum of an image. If it cannot be read, the fact says why, and it is black."""
 
     def item(k):
@@ -468,8 +468,6 @@ def decode(dataset, index: Tensor, size: int) -> Iterator[tuple[Tensor, list]]:
 
     bar = tqdm(None, "reading", len(index), unit=" images", leave=False, delay=2)
     with ThreadPool() as pool, bar:  # decoding releases Python's lock
-        for start in range(0, len(index), 512):
-            found = pool.map(item, index[start : start + 512].tolist())
-            images, facts = zip(*found, strict=True)
-            bar.update(len(facts))
-            yield torch.stack(images), list(facts)
+        for few in index.split(512):  # so that no more wait in memory
+            yield from pool.map(item, few.tolist())
+            bar.update(len(few))
