@@ -206,11 +206,12 @@ def outlines(a: Tensor) -> Iterator[Tensor]:
 def polygon(a: Tensor, corners: int) -> Tensor:
     """Return the distance from the centre to the outline of a regular polygon in direction a."""
     half = math.pi / corners  # half the angle of a side
-    from_middle = a.remainder(2 * math.pi / corners) - half
+    from_middle = a.remainder(2 * half) - half
     return math.cos(half) / from_middle.cos()
 
 
-CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
+CRAYONS = [[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]]
+CRAYONS = torch.tensor(CRAYONS)[:, :, None, None]
 
 
 def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> Drawn:
@@ -219,12 +220,9 @@ def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> D
     its images."""
     require(2 <= classes <= len(SHAPES), "classes", classes, f"2 to {len(SHAPES)}")
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator)
-    labels = (torch.arange(n) % classes)[order]
-    images = torch.empty(n, 3, size, size, dtype=torch.uint8)
-    for some in torch.arange(n).split(2000):  # to save memory
-        images[some] = draw_shapes(labels[some], size, generator)
-    return Drawn(images, labels)
+    labels = torch.randperm(n, generator=generator) % classes
+    parts = [draw_shapes(part, size, generator) for part in labels.split(2000)]  # to save memory
+    return Drawn(torch.cat(parts), labels)
 
 
 def draw_shapes(labels, size, generator):
@@ -246,8 +244,8 @@ def draw_shapes(labels, size, generator):
     first = torch.randint(len(CRAYONS), (k,), generator=generator)
     step = torch.randint(1, len(CRAYONS), (k,), generator=generator)
     second = (first + step) % len(CRAYONS)  # another colour
-    ink = CRAYONS[first][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
-    paper = CRAYONS[second][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
+    ink = CRAYONS[first] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
+    paper = CRAYONS[second] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
     light = 0.9 + 0.2 * rand(k, 1, 1, 1)
     clean = light * (paper + (ink - paper) * inside)  # (k, 3, size, size)
     noisy = clean + 0.05 * torch.randn(k, 3, size, size, generator=generator)
@@ -387,7 +385,7 @@ def side_of(dataset) -> int:
     """Return the median of the shorter sides of some readable images, even and from 8 to 96.
     If no image is readable, return 32."""
     sides, n = [], len(dataset)
-    for k in np.linspace(0, n - 1, min(n, 200)).astype(int):
+    for k in range(0, n, n // 200 + 1):  # at most 200
         with contextlib.suppress(Exception):  # broken files raise exceptions of many types
             picture, _ = dataset[k]
             with picture:
