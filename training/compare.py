@@ -83,8 +83,10 @@ def table_of(found: dict[str, list]) -> str:
 
 def baseline_of(found: dict[str, list]) -> str:
     """Return the name of the row that others are compared with. It is SimCLR, or else the first."""
-    first = next(iter(found))
-    return next((name for name in ("simclr", "SimCLR") if name in found), first)
+    for name in ("simclr", "SimCLR"):
+        if name in found:
+            return name
+    return next(iter(found))
 
 
 def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
