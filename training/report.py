@@ -72,7 +72,8 @@ def measure(encoder, images: Images, name: str, seed: int, known: dict | None = 
     """Measure the trained encoder, the untrained one of a seed, and raw pixels.
     The dict `known` keeps the figures of the last two for other runs."""
     print("Measuring raw pixels, the untrained and the trained encoder …", flush=True)
-    known = {} if known is None else known
+    if known is None:
+        known = {}
     start = f"{name} {seed}"
     if "raw" not in known:
         known["raw"] = evaluate(None, images)
