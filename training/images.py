@@ -275,13 +275,12 @@ class Folder:
         n = len(root.parts)  # by parts, as pathlib's own ways take seconds for many files
         tops = {path: path.parts[n] for path in paths if path.parts[:n] == root.parts}
         names = sorted({top for path, top in tops.items() if path.name != top})
-        if len(names) > 1:
-            labels = {name: k for k, name in enumerate(names)}
-        else:  # one class alone cannot be told from others
-            labels, names = dict.fromkeys(tops.values(), -1), []
+        if len(names) == 1:  # one class alone cannot be told from others
+            names = []
+        labels = {name: k for k, name in enumerate(names)}
         self.classes = [shown(name) for name in names]
-        self.imgs = [path for path, top in tops.items() if top in labels]
-        self.targets = [labels[tops[path]] for path in self.imgs]
+        self.imgs = [path for path, top in tops.items() if top in labels or not names]
+        self.targets = [labels.get(tops[path], -1) for path in self.imgs]
 
     def __len__(self):
         return len(self.imgs)
