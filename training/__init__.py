@@ -5,6 +5,12 @@
 training. `compare` trains with several losses.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
 import hardneg
 
 
@@ -19,6 +25,20 @@ def flag_of(name: str, value: object = None) -> str:
     if value is False:
         name = f"no_{name}"
     return f"--{name.replace('_', '-')}"
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write. It replaces an older one in one step, once it is on the disk."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def shown(text: object) -> str:

@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from training import written_whole
 
 VERSION = 1  # of the file, which has the pixels of all images, and then their facts as JSON
 
@@ -43,10 +45,10 @@ def home() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hardneg")
 
 
-def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple | None:
+def kept(folder: Path, files: list[Path], size: int, decoded: Iterator) -> tuple | None:
     """Map the decoded images of files → uint8 (n, 3, size, size), a list of their facts.
-    parts() decodes them, and yields some images and their facts at a time. It is called only if
-    the folder does not keep them. What cannot be kept gives a warning and None."""
+    decoded yields each image and its fact. Its work begins only if the folder does not keep them.
+    What cannot be kept gives a warning and None."""
     facts, n = [VERSION, size], len(files) * 3 * size**2
     try:
         for file in files:
@@ -54,7 +56,7 @@ def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple |
             facts += [os.path.abspath(file), stat.st_size, stat.st_mtime_ns]
         path = folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.images"
         if not path.exists():
-            write(path, n, parts)
+            write(path, n, decoded)
         with open(path, "rb") as file:
             file.seek(n)
             facts = json.loads(file.read())
@@ -65,13 +67,13 @@ def kept(folder: Path, files: list[Path], size: int, parts: Callable) -> tuple |
         return None
 
 
-def write(path: Path, n: int, parts: Callable) -> None:
-    """Write n bytes of images, and their facts. The file gets its name once it is on the disk.
+def write(path: Path, n: int, decoded: Iterator) -> None:
+    """Write n bytes of images, and their facts.
     One process at a time writes to a folder. Others wait, and then find what it wrote."""
     import fcntl  # Windows does not have it, so there nothing is kept
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    part, facts = path.with_suffix(".part"), []
+    facts = []
     with open(path.parent / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process, however that ends
         if path.exists():
@@ -82,14 +84,8 @@ def write(path: Path, n: int, parts: Callable) -> None:
         if n > free:
             raise OSError(f"{n / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free")
         print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)
-        try:
-            with open(part, "wb") as file:
-                for images, some in parts():
-                    file.write(images.numpy())
-                    facts += some
-                file.write(json.dumps(facts).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with written_whole(path) as file:
+            for image, fact in decoded:
+                file.write(image.numpy().tobytes())
+                facts.append(fact)
+            file.write(json.dumps(facts).encode())

@@ -73,17 +73,20 @@ def table_of(found: dict[str, list]) -> str:
     if len(some) > 1 and len(found) > 1 and some[0]["linear"] is not None:
         baseline = baseline_of(found)
         lines[0].append(f"linear, over `{baseline}`")
-        gaps = {name: report.gain(gaps_of(found[name], found[baseline])) for name in found}
-        gaps[baseline] = ""
-        for line, gap in itertools.zip_longest(lines[1:], gaps.values(), fillvalue=""):
+        for line, name in itertools.zip_longest(lines[1:], found):
+            gap = ""
+            if name not in (None, baseline):
+                gap = report.gain(gaps_of(found[name], found[baseline]))
             line.append(gap)
     return report.markdown(lines)
 
 
 def baseline_of(found: dict[str, list]) -> str:
     """Return the name of the row that others are compared with. It is SimCLR, or else the first."""
-    first = next(iter(found))
-    return next((name for name in ("simclr", "SimCLR") if name in found), first)
+    for name in ("simclr", "SimCLR"):
+        if name in found:
+            return name
+    return next(iter(found))
 
 
 def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:

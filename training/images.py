@@ -47,7 +47,6 @@ ENDINGS = Image.registered_extensions()  # of names: the format
 # are several to test on, the first in this order is taken.
 TRAIN = ["train", "training"]
 TEST = ["test", "testing", "val", "valid", "validation", "dev"]
-BESIDE = "lie beside the folders that are read"
 KNOWN = f"shapes, {', '.join(TORCHVISION)}, or a folder"
 
 
@@ -91,7 +90,7 @@ def load(
         split = "Every fifth image to train on is held out for testing."
         if validation and test is None:
             split += " So it would be without --validation, as there are no test images."
-        held = every_fifth(labels, classes)
+        held = every_fifth(labels)
         test, tested, chosen = train, chosen[held], chosen[~held]
     else:
         tested = torch.arange(len(labels_of(test)))
@@ -155,21 +154,26 @@ def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
     return torch.cat(parts).sort().values
 
 
-def every_fifth(labels: Tensor, classes: list) -> Tensor:
+def every_fifth(labels: Tensor) -> Tensor:
     """Mark every fifth image of each class.
-    If there are classes, images without a label are not marked, as they cannot test anything."""
+    Images without a label are marked only if no image has one, as they can test little."""
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
-        if label >= 0 or not classes:
+        if label >= 0 or labels.max() < 0:
             members = (labels == label).nonzero()[:, 0]
             held[members[4::5]] = True
     return held
 
 
+def even(labels: Tensor, n: int) -> Tensor:
+    """Draw about n images, or all if they are fewer, an equal share of each class."""
+    return share(labels.cpu(), min(1, n / len(labels)), 0)
+
+
 def at_most(images: Images, n: int) -> Images:
     """Take about n training and n test images, an equal share of each class."""
-    some = share(images.train_labels.cpu(), min(1, n / len(images.train)), 0)
-    others = share(images.test_labels.cpu(), min(1, n / len(images.test)), 0)
+    some = even(images.train_labels, n)
+    others = even(images.test_labels, n)
     return Images(
         Rows(images.train, some),
         images.train_labels[some],
@@ -202,11 +206,12 @@ def outlines(a: Tensor) -> Iterator[Tensor]:
 def polygon(a: Tensor, corners: int) -> Tensor:
     """Return the distance from the centre to the outline of a regular polygon in direction a."""
     half = math.pi / corners  # half the angle of a side
-    from_middle = a.remainder(2 * math.pi / corners) - half
+    from_middle = a.remainder(2 * half) - half
     return math.cos(half) / from_middle.cos()
 
 
-CRAYONS = torch.tensor([[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]])
+CRAYONS = [[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.15]]
+CRAYONS = torch.tensor(CRAYONS)[:, :, None, None]
 
 
 def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> Drawn:
@@ -215,12 +220,9 @@ def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> D
     its images."""
     require(2 <= classes <= len(SHAPES), "classes", classes, f"2 to {len(SHAPES)}")
     generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator)
-    labels = (torch.arange(n) % classes)[order]
-    images = torch.empty(n, 3, size, size, dtype=torch.uint8)
-    for some in torch.arange(n).split(2000):  # to save memory
-        images[some] = draw_shapes(labels[some], size, generator)
-    return Drawn(images, labels)
+    labels = torch.randperm(n, generator=generator) % classes
+    parts = [draw_shapes(part, size, generator) for part in labels.split(2000)]  # to save memory
+    return Drawn(torch.cat(parts), labels)
 
 
 def draw_shapes(labels, size, generator):
@@ -242,8 +244,8 @@ def draw_shapes(labels, size, generator):
     first = torch.randint(len(CRAYONS), (k,), generator=generator)
     step = torch.randint(1, len(CRAYONS), (k,), generator=generator)
     second = (first + step) % len(CRAYONS)  # another colour
-    ink = CRAYONS[first][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
-    paper = CRAYONS[second][:, :, None, None] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
+    ink = CRAYONS[first] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
+    paper = CRAYONS[second] + 0.05 * (rand(k, 3, 1, 1) - 0.5)
     light = 0.9 + 0.2 * rand(k, 1, 1, 1)
     clean = light * (paper + (ink - paper) * inside)  # (k, 3, size, size)
     noisy = clean + 0.05 * torch.randn(k, 3, size, size, generator=generator)
@@ -273,13 +275,12 @@ class Folder:
         n = len(root.parts)  # by parts, as pathlib's own ways take seconds for many files
         tops = {path: path.parts[n] for path in paths if path.parts[:n] == root.parts}
         names = sorted({top for path, top in tops.items() if path.name != top})
-        if len(names) > 1:
-            labels = {name: k for k, name in enumerate(names)}
-        else:  # one class alone cannot be told from others
-            labels, names = dict.fromkeys(tops.values(), -1), []
+        if len(names) == 1:  # one class alone cannot be told from others
+            names = []
+        labels = {name: k for k, name in enumerate(names)}
         self.classes = [shown(name) for name in names]
-        self.imgs = [path for path, top in tops.items() if top in labels]
-        self.targets = [labels[tops[path]] for path in self.imgs]
+        self.imgs = [path for path, top in tops.items() if top in labels or not names]
+        self.targets = [labels.get(tops[path], -1) for path in self.imgs]
 
     def __len__(self):
         return len(self.imgs)
@@ -291,7 +292,7 @@ class Folder:
 def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
     """List the files in a folder, at any depth, that Pillow may open.
     left_out gets the reason for each of the others. Links to what is read anyway, in the folder
-    home, are not followed, nor those that lead in a circle."""
+    home, are not followed, nor those to a folder that was seen before."""
     paths = []
     for name in sorted(os.listdir(folder)):
         path = folder / name
@@ -299,8 +300,7 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
             left_out[path] = "are hidden"
         elif path.is_dir():
             real = path.resolve()
-            above = folder.resolve().is_relative_to(real)
-            if real in seen or above or (path.is_symlink() and real.is_relative_to(home)):
+            if real in seen or (path.is_symlink() and real.is_relative_to(home)):
                 left_out[path] = "are links to what is read elsewhere"
                 continue
             seen.add(real)
@@ -315,38 +315,36 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
     return paths
 
 
-def words_of_split(names: Iterable[str]) -> dict[str, int]:
-    """Find the names that have a word of TRAIN + TEST → {name: the place of that word}."""
-    places = {}
-    for name in names:
-        words = re.findall("[a-z]+", name.lower())
-        found = [place for place, word in enumerate(TRAIN + TEST) if word in words]
-        if found:
-            places[name] = found[0]
-    return places
+def words_of_split(names: Iterable[str]) -> dict[str, str]:
+    """Find the names that have a word of TRAIN + TEST → {name: its word}, in the order of words."""
+    found = {}
+    for word in TRAIN + TEST:
+        for name in names:
+            if word in re.findall("[a-z]+", name.lower()):
+                found.setdefault(name, word)
+    return found
 
 
 def places_of(folder: Path, paths: list[Path]) -> list[Path]:
     """Find the folder to train on and the one to test on, if there are any, by their names.
     Otherwise the folder itself is the only place. What could be either is an error."""
-    depths, inner = {}, set()
+    inner = {}  # {folder: the names of all folders in it}
     for path in paths:
         parts = path.parts[len(folder.parts) :]
         if len(parts) > 1:
-            depths[parts[0]] = max(len(parts), depths.get(parts[0], 0))
-        inner.update(parts[1:-1])
-    outer = words_of_split(depths)
-    named, others = sorted(outer, key=outer.get), sorted(depths.keys() - outer)
-    to_train = sum(place < len(TRAIN) for place in outer.values())
+            inner.setdefault(parts[0], set()).update(parts[1:-1])
+    outer = words_of_split(inner)
+    named, others = list(outer), sorted(inner.keys() - outer)
+    to_train = sum(word in TRAIN for word in outer.values())
     if to_train == 1 and not others:
         return [folder / name for name in named[:2]]
-    deeper = words_of_split(inner)
-    if {place < len(TRAIN) for place in deeper.values()} == {True, False}:
+    deeper = words_of_split([name for names in inner.values() for name in names])
+    if {word in TRAIN for word in deeper.values()} == {True, False}:
         raise InvalidArgument(
             f"--data is {folder}, where {some(sorted(deeper))} lie deeper, which may be parts of a "
             "split. Expected is the folder that has them, with a folder for each class in them."
         )
-    are_flat = all(depths[name] == 2 for name in named)  # so they have no classes
+    are_flat = not any(inner[name] for name in named)  # so they have no classes
     if not named or (others and are_flat and to_train in (0, len(named))):
         return [folder]
     raise InvalidArgument(
@@ -360,12 +358,14 @@ def places_of(folder: Path, paths: list[Path]) -> list[Path]:
 def from_folder(folder: Path) -> tuple:
     """Find the images of a folder, or of folders such as train/ and test/ in it.
     → sets, classes, a sentence on the split. Without a folder to test on, that set is None."""
-    left_out = {}
-    paths = find(folder, folder.resolve(), set(), left_out)
+    left_out, home = {}, folder.resolve()
+    paths = find(folder, home, set(home.parents), left_out)
     places = places_of(folder, paths)
     sets = [Folder(place, paths) for place in places]
     read = {path for part in sets for path in part.imgs}
-    left_out |= dict.fromkeys([path for path in paths if path not in read], BESIDE)
+    for path in paths:
+        if path not in read:
+            left_out[path] = "lie beside the folders that are read"
     for reason in sorted(set(left_out.values())):
         names = [path.relative_to(folder) for path, why in left_out.items() if why == reason]
         message = f"In {folder}, {len(names)} files or folders are left out, as they {reason}"
@@ -384,14 +384,12 @@ def side_of(dataset) -> int:
     """Return the median of the shorter sides of some readable images, even and from 8 to 96.
     If no image is readable, return 32."""
     sides, n = [], len(dataset)
-    for k in np.linspace(0, n - 1, min(n, 200)).astype(int):
+    for k in range(0, n, n // 200 + 1):  # at most 200
         with contextlib.suppress(Exception):  # broken files raise exceptions of many types
             picture, _ = dataset[k]
             with picture:
                 sides.append(min(picture.size))
-    if not sides:
-        return 32
-    median = statistics.median_low(sides)
+    median = statistics.median_low(sides or [32])
     return min(96, max(8, median // 2 * 2))
 
 
@@ -415,7 +413,7 @@ def colours_of(picture: Image.Image) -> Image.Image:
         is_known = most < 2**16 and 0 <= pixels.min() <= pixels.max() <= 1
         if not is_known:
             raise ValueError("its pixels must be of 8 or 16 bits, or floats from 0 to 1")
-        return Image.fromarray((255 * pixels).round().astype(np.uint8)).convert("RGB")
+        upright = Image.fromarray((255 * pixels).round().astype(np.uint8))
     if upright.has_transparency_data:
         paper = Image.new("RGBA", upright.size, "white")
         upright = Image.alpha_composite(paper, upright.convert("RGBA"))
@@ -432,15 +430,15 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
         return images, labels, zlib.crc32(images.numpy())
     found = None
     if kept is not None and isinstance(dataset, Folder) and len(dataset) > 0:
-        parts = functools.partial(decode, dataset, torch.arange(len(dataset)), size)
-        found = cache.kept(kept, dataset.imgs, size, parts)
+        decoded = decode(dataset, torch.arange(len(dataset)), size)  # nothing yet
+        found = cache.kept(kept, dataset.imgs, size, decoded)
     if found is not None:
         images, facts = Rows(found[0], index), [found[1][k] for k in index.tolist()]
     else:
         images, facts = torch.empty(len(index), 3, size, size, dtype=torch.uint8), []
-        for part, some_facts in decode(dataset, index, size):
-            images[len(facts) :][: len(part)] = part
-            facts += some_facts
+        for image, fact in decode(dataset, index, size):
+            images[len(facts)] = image
+            facts.append(fact)
     broken = [fact for fact in facts if isinstance(fact, str)]
     if broken:
         message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
@@ -452,8 +450,8 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
     return images, labels, zlib.crc32(repr(facts).encode())
 
 
-def decode(dataset, index: Tensor, size: int) -> Iterator[tuple[Tensor, list]]:
-    """Decode images of a set as squares, and yield some at a time with the fact of each.
+def decode(dataset, index: Tensor, size: int) -> Iterator[tuple]:
+    """Decode images of a set, and yield each as a square with its fact.
     A fact is the checksum of an image. If it cannot be read, the fact says why, and it is black."""
 
     def item(k):
@@ -466,9 +464,7 @@ def decode(dataset, index: Tensor, size: int) -> Iterator[tuple[Tensor, list]]:
             return torch.zeros(3, size, size, dtype=torch.uint8), f"{dataset.imgs[k]} ({error})"
 
     bar = tqdm(None, "reading", len(index), unit=" images", leave=False, delay=2)
-    with ThreadPool(os.cpu_count()) as pool, bar:  # decoding releases Python's lock
-        for start in range(0, len(index), 512):
-            found = pool.map(item, index[start : start + 512].tolist(), chunksize=16)
-            images, facts = zip(*found, strict=True)
-            bar.update(len(facts))
-            yield torch.stack(images), list(facts)
+    with ThreadPool() as pool, bar:  # decoding releases Python's lock
+        for few in index.split(512):  # so that no more wait in memory
+            yield from pool.map(item, few.tolist())
+            bar.update(len(few))

@@ -8,6 +8,7 @@ same command goes on then. With `--max-restarts 2` torchrun itself starts it aga
 import contextlib
 import datetime
 import os
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -53,12 +54,11 @@ def joined() -> Iterator[None]:
     prefix = os.environ["TORCHELASTIC_RESTART_COUNT"]
     store = distributed.PrefixStore(prefix, store)
     distributed.init_process_group(store=store, rank=rank, world_size=size, timeout=wait)
-    with contextlib.ExitStack() as stack:
-        if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
-        print(f"{count()} processes share each batch. On a CPU BatchNorm sees one share at a time.")
+    out, error = sys.stdout, sys.stderr
+    if not is_first():
+        out = error = open(os.devnull, "w")
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        print(f"{size} processes share each batch. On a CPU BatchNorm sees one share at a time.")
         yield
     distributed.destroy_process_group()
 

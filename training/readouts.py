@@ -18,19 +18,15 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
     train is (n, D), test is (m, D), and their labels are (n,) and (m,). If k is above n, all n
     vote. The defaults are those of the code of [1]."""
     check_finite(train=train, test=test)
-    train, train_labels = hardneg.unit(train.float()), train_labels.long()
-    classes = int(train_labels.max()) + 1
-    right = 0
-    parts = zip(hardneg.unit(test.float()).split(1000), test_labels.split(1000), strict=True)
-    for rows, labels in parts:
-        with torch.autocast(train.device.type, enabled=False):  # 16 bits would mix up neighbours
-            cosines = rows @ train.T
-        cosines, index = cosines.topk(min(k, len(train)))  # (1000, k)
-        weights = ((cosines - cosines[:, :1]) / temperature).exp()  # at most 1, so none overflow
-        votes = weights.new_zeros(len(rows), classes)
-        votes.scatter_add_(1, train_labels[index], weights)
-        right += (votes.argmax(1) == labels).sum()
-    return 100 * float(right) / len(test)
+    labels = train_labels.long()
+    no_answers = labels.new_full((len(test), 1), -1)
+    given = {"positives": no_answers, "scores": True}
+    index, cosines = hardneg.mine(test.float(), train.float(), k, **given)  # (m, k)
+    weights = (cosines / temperature).softmax(1)  # 0 where there are no more rows
+    votes = weights.new_zeros(len(test), int(labels.max()) + 1)
+    votes.scatter_add_(1, labels[index], weights)
+    right = votes.argmax(1) == test_labels
+    return 100 * float(right.float().mean())
 
 
 @torch.inference_mode(False)  # fitting needs gradients, even if the caller turned them off

@@ -20,7 +20,7 @@ from torchvision.utils import make_grid
 import hardneg
 from training import readouts, runs, shown
 from training.cache import Rows
-from training.images import Images, at_most, share
+from training.images import Images, at_most, even
 
 COLUMNS = {"linear": "linear %", "knn": "kNN %"}
 COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
@@ -38,15 +38,13 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     Accuracies are in percent. Without classes, figures that need them are None."""
     least = 0 if images.classes else -1
     some = (images.train_labels >= least).nonzero()[:, 0]
-    fraction = min(1, READOUT / max(1, len(some)))
-    some = some[share(images.train_labels[some].cpu(), fraction, 0)]
+    some = some[even(images.train_labels[some], READOUT)]
     labels = images.train_labels[some]
     train, _ = _features(encoder, Rows(images.train, some), labels.device)
     test, z = _features(encoder, images.test, labels.device)
     sets = train, labels, test, images.test_labels
     readouts.check_finite(train=train, test=test, embeddings=z)
-    even = share(images.test_labels.cpu(), min(1, PAIRED / len(z)), 0)
-    ways = {"uniformity": (hardneg.uniformity, [z[even]])}
+    ways = {"uniformity": (hardneg.uniformity, [z[even(images.test_labels, PAIRED)]])}
     if images.classes:
         ways["tolerance"] = readouts.tolerance, [z, images.test_labels]
         ways["linear"] = readouts.linear_readout, sets
@@ -74,7 +72,8 @@ def measure(encoder, images: Images, name: str, seed: int, known: dict | None = 
     """Measure the trained encoder, the untrained one of a seed, and raw pixels.
     The dict `known` keeps the figures of the last two for other runs."""
     print("Measuring raw pixels, the untrained and the trained encoder …", flush=True)
-    known = {} if known is None else known
+    if known is None:
+        known = {}
     start = f"{name} {seed}"
     if "raw" not in known:
         known["raw"] = evaluate(None, images)
@@ -158,9 +157,11 @@ def markdown(lines: list[list[str]]) -> str:
 
 def rows_of(results: dict) -> dict[str, list]:
     """Return raw pixels, the untrained and the trained encoder of a run as rows for `cells`."""
-    rows = {"raw pixels": results["raw"], "untrained encoder": results["untrained"]}
-    rows["trained encoder"] = results
-    return {name: [figures] for name, figures in rows.items()}
+    return {
+        "raw pixels": [results["raw"]],
+        "untrained encoder": [results["untrained"]],
+        "trained encoder": [results],
+    }
 
 
 def print_table(results: dict) -> None:
@@ -168,8 +169,9 @@ def print_table(results: dict) -> None:
     print()
     for line in cells(rows_of(results)):
         print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
-    before = max(results["untrained"]["linear"] or 0, results["raw"]["linear"] or 0)
-    if results["linear"] is not None and results["linear"] <= before:
+    if results["linear"] is None:  # there are no classes
+        return
+    if results["linear"] <= max(results["untrained"]["linear"], results["raw"]["linear"]):
         print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
 
 

@@ -10,13 +10,8 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import flag_of, ranks, shown
+from training import flag_of, ranks, shown, written_whole
 from training.images import Images
-
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks, so two runs in one folder go unnoticed
-    fcntl = None
 
 CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html", ".lock"
 
@@ -27,17 +22,9 @@ def folder_of(options, last: str) -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file. An older one is replaced in one step, once the new one is on the disk."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
+    """Write a file, whole or not at all."""
+    with written_whole(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -74,13 +61,14 @@ def alone(folder: Path):
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as lock:
         try:
-            if fcntl is not None:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             message = f"--out is {folder}, where another run is at work. Wait for it to end,"
             raise hardneg.InvalidArgument(f"{message} or choose another --out.") from error
-        except OSError:  # some file systems have no locks, so two runs go unnoticed there
-            pass
+        except (ImportError, OSError):
+            pass  # Windows and some file systems have no locks, so two runs go unnoticed there
         try:
             yield
         finally:
@@ -118,9 +106,8 @@ def finished(options) -> dict | None:
 
 def require_same(folder: Path, was: dict, now: dict) -> None:
     """Raise an error if the run in a folder had other options."""
-    places = {Path(str(options.get("data"))).resolve() for options in (was, now)}
-    if len(places) == 1:  # one folder, perhaps written in two ways
-        was = was | {"data": now.get("data")}
+    if Path(was["data"]).resolve() == Path(now["data"]).resolve():  # perhaps written in two ways
+        was = was | {"data": now["data"]}
     changed = [name for name in was | now if was.get(name) != now.get(name)]
     if changed:
         flags = ", ".join(f"{flag_of(name)} was {was.get(name)}" for name in changed)
@@ -142,7 +129,7 @@ def restore(training: hardneg.Training, options, images: Images) -> dict:
     with readable(options.out / CHECKPOINT):
         state = read_checkpoint(options.out, options.device)
         require_same(options.out, state["args"], options.of_the_run())
-        if any(state.get(name, value) != value for name, value in now.items()):
+        if not now.items() <= state.items():
             raise hardneg.InvalidArgument(
                 f"--data is {options.data}, with {n} images of {size} pixels to train on. The run "
                 f"began with {state['images']} of {state['size']} pixels, or with other content. "
