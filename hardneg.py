@@ -1888,7 +1888,7 @@ def _descend(loss, optimizer, name, read=False, group=None):
 def embed(
     encoder: nn.Module,
     images: Tensor,
-    batch_size: int = 500,
+    batch_size: int = 200,
     group: distributed.ProcessGroup | None = None,
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
