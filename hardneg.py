@@ -1,5 +1,5 @@
 """Hard-negative contrastive learning in one file that you can copy into your project.
-Version 2.0.0, for Python 3.11 and torch 2.10 or newer. Copyright 2026 the hardneg authors.
+Version 3.0.0, for Python 3.11 and torch 2.10 or newer. Copyright 2026 the hardneg authors.
 You may use it under the MIT licence.
 
 An encoder learns without labels if it pulls two views of a sample together and pushes other samples
@@ -67,7 +67,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-__version__ = "2.0.0"
+__version__ = "3.0.0"
 __all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "ContrastiveLoss", "uniform",
            "tilted", "hardest", "top", "transported", "sinkhorn", "nce", "each", "ppcl",
            "decoupled", "simple", "triplet", "published", "mine", "draw", "gather", "unit",

@@ -113,6 +113,8 @@ class TestReadme:
         header = hardneg.__doc__.split("Symbols")[0]
         version = re.search('version = "(.*)"', (HERE / "pyproject.toml").read_text())[1]
         assert hardneg.__version__ == version and f"Version {version}" in header
+        assert f"\nversion: {version}\n" in (HERE / "CITATION.cff").read_text()
+        assert f"\n## {version}\n" in (HERE / "CHANGELOG.md").read_text()
         assert "MIT licence" in header and "Copyright" in header
 
     @pytest.mark.parametrize("words", sorted(set(COMMANDS)))
