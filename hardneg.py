@@ -33,10 +33,20 @@ Symbols
     epsilon     ε, the entropic regularisation, in the unit of the ground cost               [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
 
-Sections
-    The loss   1 The loss, 2 Weights, 3 Objectives, 4 Candidates, 5 Transport, 6 Finding,
-               7 Large batches and ranks, 8 Numerics and checks
-    Training   9 Views, 10 Encoders, 11 Generators, 12 Training
+Sections, and what you can import from them. From 9 on it is about training.
+    1 The loss                  PRESETS PAPERS Options contrastive_loss ContrastiveLoss
+    2 Weights                   uniform tilted hardest top transported
+    3 Objectives                nce each ppcl decoupled simple triplet published
+    4 Candidates
+    5 Transport                 sinkhorn
+    6 Finding                   mine draw
+    7 Large batches and ranks   gather
+    8 Numerics and checks       unit InvalidArgument NotFinite
+    9 Views                     view
+   10 Encoders                  Encoder MemoryBank embed uniformity
+   11 Generators                Generator Discriminator Game
+   12 Training                  SimCLR Bank DiffHard in_micro_batches annealed_beta lead_in
+                                RECIPES Training
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
