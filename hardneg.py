@@ -117,8 +117,8 @@ class Options(TypedDict, total=False):
 
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
     # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
-    # high is an int, the numbers have to be whole. An entry can name tables that come later in this
-    # file, such as WEIGHTS, because section 8 reads the entries.
+    # high is an int, the numbers have to be whole. An entry can name a table that comes later in
+    # this file, such as WEIGHTS. Python looks at the entries only in section 8.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -213,10 +213,11 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
-        2^23, is computed in one go. A larger batch is cut into blocks of 2^20 pairs, on a GPU 2^25.
-        So memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result
-        by rounding only. In blocks a loss has no second derivatives. If a function of yours has
-        parameters that learn, or under torch.func, all anchors are computed in one go.""",
+        2^23, is computed in one go. A larger batch is cut into blocks of 2^20 pairs, on a GPU 2^25,
+        but of 64 anchors at least. So memory grows with A + N instead of A·N. 0 turns blocks off.
+        Blocks change a result by rounding only. In blocks a loss has no second derivatives. If a
+        function of yours has parameters that learn, or under torch.func, all anchors are computed
+        in one go.""",
     ]
 
 
@@ -253,7 +254,8 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose all rows of a batch were drawn so, positives too.
                     Pass log q_i − log q_j, where q_i is the probability of the positive of anchor
-                    i. That divides e^s by q_j and e^p by q_i, as only their ratio counts.
+                    i. The right correction divides e^s by q_j, and e^p by q_i. The loss depends
+                    only on e^s / e^p. So it is enough to multiply e^s by q_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -388,8 +390,8 @@ class ContrastiveLoss(nn.Module):
 # in Options if it has an option of its own. The tests of TestRows then check these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
-# Everything below FAR counts as masked. As the options have limits, no logit or log weight that
-# counts comes near FAR, and none that is masked overflows float32.
+# Everything below FAR counts as masked. As the options have limits, every logit and log weight that
+# counts stays above FAR, and none that is masked overflows float32.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -419,7 +421,7 @@ def hardest(logits: Tensor, candidates: Tensor | None = None) -> Tensor:
 
 def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tensor:
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
-    The quantile is that of candidates (A, N), or of the logits themselves. Ties with it are kept.
+    The quantile is that of candidates (a, N), or of the logits themselves. Ties with it are kept.
     alpha = k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
@@ -452,7 +454,8 @@ def transported(
     logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
 ) -> Tensor:
     """Count near candidates more, but give all candidates the same total weight over all anchors.
-    The totals are the same only if each anchor has equally many candidates.
+    Scaling to mean 1 gives an anchor the total N_i. So the candidates keep the same totals only if
+    all anchors have equally many.
         w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
     logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and columns have equally many
@@ -498,8 +501,8 @@ def by_rule(logits, candidates, potential, t, options):
 
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
-    weights (a, M) of positives. The rule weighs a positive like a candidate with the same logit. It
-    leaves out the potential, and does not scale to mean 1, as `debias` divides by the sum. The last
+    weights (a, M) of positives. The rule weighs a positive like a candidate with the same logit. A
+    positive has no potential. Its weight is not scaled, since `debias` divides by the sum. The last
     two are for debiasing, and None without it. The last is also None for a single positive."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
@@ -558,7 +561,7 @@ def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     It is 0 without negatives. Limits for one positive, uniform weights and τ⁺ = 0: as t → 0,
     t · nce becomes half of `triplet` on `hardest` with η = 0. As t → ∞, nce becomes
     log(1 + N) + N/(1 + N)/t · `simple`. Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
-    # softplus(x) is log(1 + e^x), and x above the threshold, where both are the same
+    # softplus(x) is log(1 + e^x). Above the threshold it returns x, which is the same there
     return F.softplus(log_negatives - log_sum(pos), threshold=40)
 
 
@@ -645,8 +648,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). The results are
     the log of what is left (a,), and a boolean tensor (a,) that is True where the floor applies.
     The floor is the e^s of the cosine −1, and no mean can be below it. Where it applies, the result
-    has a gradient in t alone. Ref: [1] Eq. 2. Fig. 5 there bounds the sum of N terms, so that its
-    floor should be N e^{−1/t}. It prints e^{−1/t}."""
+    has a gradient in t alone. Ref: [1] Eq. 2. The code in Fig. 5 of [1] bounds a sum of N terms.
+    The right floor of that is N e^{−1/t}. The figure prints e^{−1/t}."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     # −1 where nothing is left. Otherwise the log below gets a number of at most 0, and its NaN
@@ -665,8 +668,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # If `top` drops every positive, all have −1e30, so that they share the weight equally. An
-        # absent one is masked by the rule and by `uniform`. So it has far less, and gets no share.
+        # If `top` drops all positives, each has a log weight of −1e30, and they share equally. The
+        # sum below adds −1e30 for an absent one. So its log weight is far lower, and its share 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
@@ -917,7 +920,7 @@ def sinkhorn(
     Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is 1e-5, and 1e-12 in float64.
     After max_steps it stops with a warning.
 
-    If the kernel is its own transpose, say `symmetric`. Then each step ends with the mean
+    If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
     f = g = (f + g) / 2 [10], and fewer steps are needed. If the kernel is not symmetric, the mean
     does not converge.
 
@@ -1134,7 +1137,7 @@ def _evaluate(anchors, shared, group, options):
 
 def _warn_of(lacking, a, options):
     """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
-    With the default τ⁺ well-trained anchors reach the floor, which is no mistake."""
+    The default τ⁺ gives no such warning, as anchors reach the floor there once they are trained."""
     no_positive, no_candidate, clamped = lacking
     if no_positive == a:
         _warn(f"None of {a} anchors has a positive. Check labels and positive_index.")
@@ -1233,8 +1236,8 @@ def _leaves(node):
 class _InBlocks(torch.autograd.Function):
     """A sum with its gradients, or losses whose gradients `run` finds when they are asked for.
     sum     run is None, and saved has the gradients, one for each of the inputs
-    "none"  run finds them in the backward pass. saved has all tensors of `run`, so that autograd
-            raises an error if they are changed in place before"""
+    "none"  run finds them in the backward pass. saved has all tensors of `run`. So autograd raises
+            an error if one of them is changed in place before the backward pass"""
 
     @staticmethod
     def forward(ctx, value, run, saved, *inputs):
@@ -1514,7 +1517,7 @@ def _check_call(options, views, given):
 
 
 def _check_ranks(views, group):
-    """Check on all ranks at once what would let one of them wait for the others in vain."""
+    """Compare shapes over ranks, and look for NaN. If shapes differ, a rank would wait forever."""
     here = [len(views), *views[0].shape]
     finite = all(view.isfinite().all() for view in views)
     everywhere = gather(torch.tensor([here + [finite]]), group).tolist()
@@ -2236,7 +2239,8 @@ class DiffHard(SimCLR):
     A batch has real and generated images. The game takes its turn every few steps of the encoder.
 
     criterion    Its objective has to be ppcl, unless the game makes no pairs.
-    game         A Game of the size of the images. The figures are those of `Game.imitate`.
+    game         A Game of the size of the images. The figures are those of the loss, and in a turn
+                 of the game those of `Game.imitate`.
 
     Ref: [3] Algorithm 1"""
 
@@ -2383,10 +2387,10 @@ class Training:
                    to rounding.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. They stay
-                   the same. If batches can be shared evenly, any number of ranks makes the same run
-                   up to rounding. Otherwise batches differ by a few images, and an epoch leaves
-                   out up to ranks − 1 images, other ones each time. On a GPU BatchNorm sees the
-                   whole batch. On a CPU it sees the share of its rank.
+                   the same. If ranks can share batches evenly, any number of them makes the same
+                   run up to rounding. But on a CPU BatchNorm sees the share of its rank, and on a
+                   GPU the whole batch. If ranks cannot share evenly, batches differ by a few
+                   images, and an epoch leaves out up to ranks − 1 images, other ones each time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
