@@ -497,6 +497,8 @@ def main():
         SUBJECTS[args.subject](args)
     if args.subject in SHOWN and not args.one:
         print(SHOWN[args.subject](common.read(args.subject)))
+    elif args.show:
+        print(f"{args.subject} has no record.")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 import hardneg
 import train
-from hardneg import contrastive_loss
 from training import images
 
 HERE = Path(__file__).resolve().parent.parent
@@ -49,18 +48,6 @@ def headings(page):
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     plain = [re.sub(r"[^\w\- ]", "", text.lower()) for text in found]
     return {text.replace(" ", "-") for text in plain}
-
-
-def statements():
-    """List the statements of the README's block of calls, those of several lines in one."""
-    block = README.split("## Coming from")[1].split("```")[1]
-    found, code = [], ""
-    for line in re.findall(r"^    (.*)", block, re.M):
-        code = f"{code} {line.strip()}".strip()
-        if code.count("(") == code.count(")"):
-            found.append(code)
-            code = ""
-    return found
 
 
 def figures(value, x, direction):
@@ -150,32 +137,6 @@ class TestReadme:
                 target = path.parent / link if link else path
                 assert target.stat().st_size > 1000, link
                 assert not heading or heading in headings(target), heading
-
-
-class TestCalls:
-    """README's calls give the values of the packages that they stand for.
-
-    Each package ran once, on the CPU in float64: lightly 1.6.0, sentence-transformers 6.2.0 and
-    pytorch-metric-learning 2.9.0, in README's order. Compared are the loss, and the norm and one
-    projection of its gradient.
-    """
-
-    CALLS = [  # value, norm, projection
-        (2.98841832198, 1.08630541418, 0.727559923599),
-        (3.17041338841, 0.977547868993, 0.522631071643),
-        (2.57717615098, 1.30290994472, -1.46758843356),
-    ]
-
-    def test_calls_of_the_readme(self):
-        calls = [code for code in statements() if code.startswith("contrastive_loss")]
-        names = {"torch": torch, "contrastive_loss": contrastive_loss, "t": 0.2}
-        names |= {"i": torch.arange(6), "c": torch.arange(6) % 3, "y": embeddings(2, 6, 8)}
-        x, direction = embeddings(1, 6, 8).requires_grad_(), embeddings(5, 6, 8)
-        names |= {"x": x, "n": embeddings(3, 6, 2, 8)}
-        (rows,) = (code for code in statements() if code.startswith("rows"))
-        exec(rows, names)
-        for call, expected in zip(calls, self.CALLS, strict=True):
-            np.testing.assert_allclose(figures(eval(call, names), x, direction), expected, 1e-10)
 
 
 class TestRecipes:
