@@ -254,8 +254,8 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose all rows of a batch were drawn so, positives too.
                     Pass log q_i − log q_j, where q_i is the probability of the positive of anchor
-                    i. The right correction divides e^s by q_j, and e^p by q_i. The loss depends
-                    only on e^s / e^p. So it is enough to multiply e^s by q_i / q_j.
+                    i. The right correction divides e^s by q_j, and e^p by q_i. `nce` depends only
+                    on e^s / e^p. So it is enough to multiply e^s by q_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -266,8 +266,8 @@ def contrastive_loss(
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors where debiasing leaves so little that it takes
-                    e^{−1/t}, the least that a mean of e^s can be.
+                    "clamped" is the share of anchors where debiasing leaves less than e^{−1/t}. A
+                    mean of e^s cannot be less, so that number is taken in its place.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
@@ -373,9 +373,9 @@ class ContrastiveLoss(nn.Module):
 # by name. They can be
 #     logits      those to weigh: of candidates, or of positives when they are debiased
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   the g (N,) of the coupling. Add it to the log weights. If a rule has this
-#                 parameter, `_couple` first calls the rule with g = 0, takes the result as −C/ε,
-#                 and finds g. Positives have no column, so for them g is 0
+#     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
+#                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
+#                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
 #     t           the temperature
 #     and any option by its name.
 # What a rule must do:
@@ -390,8 +390,9 @@ class ContrastiveLoss(nn.Module):
 # in Options if it has an option of its own. The tests of TestRows then check these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
-# Everything below FAR counts as masked. As the options have limits, every logit and log weight that
-# counts stays above FAR, and none that is masked overflows float32.
+# Everything below FAR counts as masked. Cosines and the limits of the options keep each logit and
+# log weight that counts above FAR, and each that is masked within float32. Without normalize, and
+# in functions of your own, you see to that.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -454,8 +455,8 @@ def transported(
     logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
 ) -> Tensor:
     """Count near candidates more, but give all candidates the same total weight over all anchors.
-    Scaling to mean 1 gives an anchor the total N_i. So the candidates keep the same totals only if
-    all anchors have equally many.
+    But if anchors have different numbers of candidates, scaling to mean 1 gives them different
+    totals, and so the totals of the candidates differ, too.
         w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
     logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and columns have equally many
@@ -581,8 +582,9 @@ def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
     It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
-    positive, weights of mean 1, and where the floor of debiasing does not apply,
+    positive and weights of mean 1,
         decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
+    but for anchors where debiasing leaves too little, see `published`.
     Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
@@ -652,9 +654,9 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     The right floor of that is N e^{−1/t}. The figure prints e^{−1/t}."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
-    # −1 where nothing is left. Otherwise the log below gets a number of at most 0, and its NaN
-    # gradient would pass through torch.where. Without candidates tau_plus may be 1. Then rest is
-    # NaN, but nothing is left, so it is not chosen.
+    # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
+    # would pass through torch.where. So the gap is set to −1 there. Without candidates tau_plus may
+    # be 1. Then rest is NaN, but nothing is left, so it is not chosen.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))  # both below 0
     floor = -1 / t
@@ -668,8 +670,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # If `top` drops all positives, each has a log weight of −1e30, and they share equally. The
-        # sum below adds −1e30 for an absent one. So its log weight is far lower, and its share 0.
+        # If `top` drops all positives, each has a log weight of −1e30, and they share equally. An
+        # absent positive gets another −1e30 from uniform(pos), so that its share is 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     log_mean = log_negatives - log_total  # log E
@@ -1034,17 +1036,18 @@ def mine(
                     pass the same arguments. Each searches for a share of the queries, and gets the
                     rows for all.
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
-    Time grows as n·N·D. Memory holds unit documents and a block of cosines, 16 MB or 64 rows."""
+    Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
+    whichever is more."""
     n, size, device = len(queries), len(documents), queries.device
     _check_tensor("queries", queries, "float", ("n", "D"))
     _check_tensor("documents", documents, "float", ("N", queries.shape[1]))
     _check_number("k", k, 1)
     _check_number("skip", skip, 0)
+    _check_index("positives", positives, size, n)
     if positives is None:
         if n > size:
             raise InvalidArgument(f"documents has {size} rows for {n} queries. Give positives=.")
         positives = range(n)
-    _check_index("positives", positives, size, n)
     positives = torch.as_tensor(positives, device=device).long().view(n, -1)
     _check_tensor("labels", labels, "", (size,))
 
@@ -1084,7 +1087,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
     With log_w = tilted(logits, β) it prefers hard negatives. First set the logits of an anchor's
     own rows to −1e30. Then use a loss with uniform weights. A row with fewer than k negatives is
-    an error."""
+    an error, which a GPU does not look for."""
     _check_tensor("log_w", log_w, "float", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -1844,7 +1847,7 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     followers = _unwrapped(follower).state_dict(keep_vars=True)
     # layers can share a tensor, which must move once
     for value, name in dict(map(reversed, followers.items())).items():
-        target = leaders.get(name, value[None])  # what is missing gets a shape that is an error
+        target = leaders.get(name, value[None])  # a missing name gets a wrong shape, an error below
         _require(
             target.shape == value.shape, "leader", "different", f"like the follower, with {name}"
         )

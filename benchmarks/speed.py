@@ -15,7 +15,7 @@ are not part of it, as the system can drop them at any time.
 
 Every round times all rows in turn. A ratio is the median over rounds of two times of one round.
 Memory is the peak above the inputs of one pass, in a process of its own (on a GPU: of the
-allocator). losses and loop are recorded in results/, and --show prints them again.
+allocator). All but mining is recorded in results/, and --show prints it again.
 """
 
 import contextlib
@@ -451,8 +451,8 @@ def measured(words: list[str]) -> list[str]:
 
 
 def folder(args) -> None:
-    """Print how long it takes to start on a folder, how fast it trains, and how much it needs."""
-    lines = [["", "seconds to import", "to the first step", "images/s", "peak of a process, MiB"]]
+    """Record how long it takes to start on a folder, how fast it trains, and how much it needs."""
+    lines = [["start", "seconds to import", "to the first step", "images/s", "peak, MiB"]]
     with tempfile.TemporaryDirectory() as temporary:
         script = Path(temporary, "timed.py")
         script.write_text(TIMED)
@@ -469,14 +469,19 @@ def folder(args) -> None:
             words += ["--no-report", "--overwrite", "--cache", kept, "--out", f"{temporary}/out"]
             words += ["--micro-batch", str(args.micro_batch)]
             lines.append([name] + measured(words))
-            print(report.markdown(lines[:1] + lines[-1:]), flush=True)
-    print(f"\n{heading(about('cpu', ['torch']), '1 epoch', [])}\n{report.markdown(lines)}")
+    common.write(args.subject, about("cpu", ["torch"]) | {"lines": lines})
+
+
+def show_folder(found: dict) -> str:
+    """Write the Markdown table."""
+    versions = f"torch {found['versions']['torch']}"
+    return f"{found['date']}, {found['device']}, {versions}\n{report.markdown(found['lines'])}"
 
 
 SUBJECTS = {"losses": losses, "mining": mining, "loop": loop, "folder": folder}
 SIZES = {"losses": [2**k for k in range(8, 15)], "mining": [10**6], "folder": [128]}
 ROUNDS = {"losses": 7, "mining": 5, "loop": 9, "folder": 1}
-SHOWN = {"losses": show_losses, "loop": show_loop}
+SHOWN = {"losses": show_losses, "loop": show_loop, "folder": show_folder}
 
 
 def main():
@@ -497,8 +502,6 @@ def main():
         SUBJECTS[args.subject](args)
     if args.subject in SHOWN and not args.one:
         print(SHOWN[args.subject](common.read(args.subject)))
-    elif args.show:
-        print(f"{args.subject} has no record.")
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ def paired(one, other, measures):
 @cache
 def intervals_of(path):
     """Return the differences of the studies of a page, with intervals, without signs."""
-    studied = records_of(PAGES[path]) - {"losses", "loop"}
+    studied = records_of(PAGES[path]) - {"losses", "loop", "folder"}
     samples = [gaps for study in studied for gaps in differences_of(study)]
     if "finetune-all" in studied:  # its rows are compared with those of another study
         for one in figures_of("finetune-tenth").values():
