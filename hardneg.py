@@ -212,9 +212,9 @@ class Options(TypedDict, total=False):
         int | None,
         None,
         [0, 2**40],
-        """How many anchors are worked on at once. By default a batch of up to 2^18 pairs, on a GPU
-        2^23, is computed in one go. A larger batch is cut into blocks of 2^20 pairs, on a GPU 2^25,
-        but of 64 anchors at least. So memory grows with A + N instead of A·N. 0 turns blocks off.
+        """How many anchors are worked on at once. By default it is all of them, if the batch has up
+        to 2^18 pairs, on a GPU 2^23. In a larger batch a block has 2^20 pairs, on a GPU 2^25, but
+        64 anchors at least. So memory grows with A + N instead of A·N. 0 turns blocks off.
         Blocks change a result by rounding only. In blocks a loss has no second derivatives. If a
         function of yours has parameters that learn, or under torch.func, all anchors are computed
         in one go.""",
@@ -387,7 +387,9 @@ class ContrastiveLoss(nn.Module):
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own. The tests of TestRows then check these points.
+# in Options if it has an option of its own. Write its formula in reference_numpy.py, too, since a
+# test compares both. TestRows checks the points above. A rule that takes the potential gets no
+# gradient by default, and cannot weigh negatives (B, K, D).
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. Cosines and the limits of the options keep each logit and
@@ -550,11 +552,12 @@ def _fill_in(function, given):
 # What an objective must do:
 #   - The loss of an anchor follows from its own row alone.
 #   - Masked logits get no gradient, for the reason that `_mask_` gives. So if an anchor has no
-#     negatives, the gradient in neg and log_w is 0.
+#     negatives, the gradient in neg, log_w and log_negatives is 0, as in `decoupled`.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
-# has an option of its own.
+# has an option of its own. Write its formula in reference_numpy.py, too. TestObjectives and
+# TestFunctions check these points.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -637,11 +640,12 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means of few. So `published` has a floor. These cases come up.
-#     anchor               log E     log E⁺    τ⁺             result
-#     ordinary             finite    finite    below 1        what is left
-#     too near a positive  finite    finite    below 1        the floor
-#     without candidates   −1e30     finite    may be 1       the floor
-#     without positives    finite    −1e30     below 1        what is left; its loss becomes 0
+#     anchor               log E     log E⁺    result
+#     ordinary             finite    finite    what is left
+#     too near a positive  finite    finite    the floor
+#     without candidates   −1e30     finite    the floor
+#     without positives    finite    −1e30     what is left; `answer` makes its loss 0
+#     without both         −1e30     −1e30     anything finite; `answer` makes its loss 0
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -655,8 +659,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
-    # would pass through torch.where. So the gap is set to −1 there. Without candidates tau_plus may
-    # be 1. Then rest is NaN, but nothing is left, so it is not chosen.
+    # would pass through torch.where. So the gap is set to −1 there.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))  # both below 0
     floor = -1 / t
@@ -674,11 +677,10 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
         # absent positive gets another −1e30 from uniform(pos), so that its share is 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
-    log_mean = log_negatives - log_total  # log E
     tau_plus = options["tau_plus"]
-    # without candidates 1 / (1 + n) is 1, so that nothing is left and the floor applies
-    tau_plus = 1 / (1 + n) if tau_plus is None else torch.full_like(n, tau_plus)  # (a,)
-    log_mean, clamped = published(log_mean, log_mean_pos, tau_plus, t)
+    # an anchor without candidates has a τ⁺ of 1/2, since 1 would make NaN
+    tau_plus = 1 / (1 + n.clamp_min(1)) if tau_plus is None else torch.full_like(n, tau_plus)
+    log_mean, clamped = published(log_negatives - log_total, log_mean_pos, tau_plus, t)
     return log_mean + log_total, clamped & (log_negatives > FAR)
 
 
@@ -696,8 +698,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 
 class _Anchors(NamedTuple):
     """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
-    A new tensor with a row for each anchor belongs here, and `_line_up` fills it. `_couple` gathers
-    it over ranks."""
+    A new argument with a row for each anchor needs a field here. It comes in `given`, `_check_call`
+    looks at it, and `_line_up` fills the field. If it masks, name it in `plain` there."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views
@@ -1074,10 +1076,9 @@ def mine(
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
             parts.append(cosines.topk(min(k + skip, size)))
     nearest, index = (gather(torch.cat(x), group)[:n, skip:] for x in zip(*parts, strict=True))
-    absent = nearest < FAR
     to_k = 0, k - index.shape[1]  # columns to add, if there are too few documents
-    index = F.pad(index.masked_fill(absent, -1), to_k, value=-1)
-    nearest = F.pad(nearest.masked_fill(absent, -INF), to_k, value=-INF)
+    index = F.pad(index.masked_fill(nearest < FAR, -1), to_k, value=-1)
+    nearest = F.pad(nearest.masked_fill(nearest < FAR, -INF), to_k, value=-INF)
     return (index, nearest) if scores else index
 
 
@@ -1293,7 +1294,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx, grad):
         if torch.is_grad_enabled():  # under create_graph=True alone
             raise RuntimeError("A loss over ranks cannot be differentiated twice.")
-        grad = grad.clone(memory_format=torch.contiguous_format)
+        grad = grad.clone().contiguous()
         distributed.all_reduce(grad, group=ctx.group)
         ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
         return grad.chunk(ranks)[rank], None

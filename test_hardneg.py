@@ -855,6 +855,19 @@ class TestObjectives:
 class TestDebiased:
     """False negatives are subtracted, down to a floor."""
 
+    @pytest.mark.parametrize("own", [1e15, 1e16, 4e19])
+    def test_large_log_weights_of_an_anchor_without_anything(self, own):
+        """It has neither a positive nor a candidate, so that its log weights alone are seen."""
+        x, mask = embeddings(1, 6, 4).requires_grad_(), torch.ones(6, 6, dtype=torch.bool)
+        mask[0] = False
+        log_weights = torch.zeros(6, 6, dtype=torch.float64)
+        log_weights[0] = own
+        given = {"negative_mask": mask, "log_weights": log_weights, "labels": [0, 1, 1, 2, 2, 1]}
+        for weights in hardneg.WEIGHTS:
+            loss = contrastive_loss(x, loss="hcl", weights=weights, **given)
+            (gradient,) = torch.autograd.grad(loss, x)
+            assert loss.isfinite() and gradient.isfinite().all(), weights
+
     @pytest.mark.parametrize("easy, warns", [(1, False), (2, False), (3, True)])
     def test_warns_if_the_floor_binds_for_more_than_half(self, easy, warns):
         """A view far from its other one, beside views that are equal."""
@@ -1966,6 +1979,7 @@ class TestRows:
         """It keeps what is masked, changes nothing in place, and has the logits' shape."""
         options = hardneg.resolve({"weights": name})
         logits = masked(masked_logits(seed, a, n, 0.3, empty=a > 1))
+        logits = torch.where(logits < hardneg.FAR, logits, logits.tanh())  # cosines, as t is 1
         before = logits.clone()
         found = hardneg.by_rule(logits, logits, 0.0, 1.0, options)
         assert found.shape == logits.shape and torch.equal(logits, before)
@@ -1973,6 +1987,14 @@ class TestRows:
         for row in range(a):
             alone = hardneg.by_rule(logits[[row]], logits[[row]], 0.0, 1.0, options)
             close(alone.clamp_min(-99), found[[row]].clamp_min(-99), 1e-12)
+        # positives that lie below all candidates, or by rounding beyond 1
+        for value in (-1.0, 1 + 1e-6):
+            positives = torch.full((a, 2), value, dtype=logits.dtype, requires_grad=True)
+            of_positives = hardneg.by_rule(positives, logits, 0.0, 1.0, options)
+            assert of_positives.isfinite().all()
+            if of_positives.requires_grad:
+                of_positives.sum().backward()
+                assert positives.grad.isfinite().all()
 
     def test_an_option_is_one_entry(self):
         """Its sentences are in the help, its default is allowed, and it is used by a row."""
