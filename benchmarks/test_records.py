@@ -246,7 +246,7 @@ class TestPages:
 
     def test_the_front_page_is_short(self):
         lines = FRONT.splitlines()
-        assert len(lines) <= 200 and max(map(len, lines)) <= 100
+        assert len(lines) <= 120 and max(map(len, lines)) <= 100
 
     def test_claims_of_the_front_page_are_those_of_the_table(self):
         """Each of a study of the page that is linked."""
