@@ -186,17 +186,15 @@ class Texts:
         return self.words[places], self.counts[places], offsets
 
 
-def lay(texts: list[Tensor], in_order: bool = False) -> Texts:
+def lay(texts: list[Tensor]) -> Texts:
     """Lay the words of texts that are in the vocabulary behind one another.
 
-    A bag has each of its words once, with a count, unless texts stay in order."""
+    A bag has each of its words once, with a count."""
     words, counts = [], []
     for tokens in texts:
         read = tokens[:LONGEST]
         known = read[read < WORDS]
-        times = torch.ones(len(known))
-        if not in_order:
-            known, times = known.unique(return_counts=True)
+        known, times = known.unique(return_counts=True)
         words.append(known)
         counts.append(times.float())
     lengths = torch.tensor([0] + [len(some) for some in words])

@@ -3,8 +3,8 @@
 A query is the first paragraph of a function's docstring, its document the rest of the function, as
 `code_corpus.py` collects them. An encoder learns to find the document of a query among all those of
 the test files. On the validation files, and with a seed of its own, each loss chooses its
-temperature, and each row its learning rate; seeds from 0 on compare the rows, those of SHORT
-without --all. What is measured goes to results/code_search.json at once and is not repeated.
+temperature, and each row its learning rate. Seeds from 0 on compare the rows. What is measured goes
+to results/code_search.json at once and is not repeated.
 """
 
 import functools
@@ -31,7 +31,6 @@ TEMPERATURES = (0.05, 0.07, 0.1, 0.14, 0.2)
 RATES = (0.001, 0.002, 0.004, 0.008, 0.016)
 FIRST_RATE = 0.008  # while temperatures are compared
 SEARCH = 100  # the seed of the runs that choose
-SHORT = ["untrained", "simclr", "hcl", "random", "batch 640, equal time", "mined", "mined, hcl"]
 
 
 # ---- Training ----------------------------------------------------------------------------------
@@ -84,10 +83,6 @@ class Run:
         self.encoder = Encoder(idf_of(part), seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.near = None  # (n, POOL), the documents nearest to each query; −1 where there is none
-        self.banks = None
-        if settings["bank"]:  # the first epoch fills all rows, before they are read
-            rows = torch.zeros(len(part), DIM)
-            self.banks = [hardneg.MemoryBank(rows, momentum=0) for _ in range(2)]
         self.seconds = 0.0
 
     def train(self, name: str) -> Encoder:
@@ -101,29 +96,20 @@ class Run:
         for epoch in tqdm(range(self.epochs), name, unit=" epochs", leave=False):
             if self.is_due(epoch):
                 self.near = self.search()
-            for index in self.order().split(size):
+            for index in torch.randperm(len(self.part), generator=self.generator).split(size):
                 self.step(index)
                 falling.step()
         self.seconds = time.process_time() - begin
         return self.encoder
 
-    def order(self) -> Tensor:
-        """Shuffle the samples, with near ones side by side if the row says so."""
-        if self.near is not None and self.settings["grouped"]:
-            return group_batches(self.near, self.settings["grouped"], self.generator)
-        return torch.randperm(len(self.part), generator=self.generator)
-
     def is_due(self, epoch: int) -> bool:
         """Say whether to search before an epoch: the untrained encoder finds nothing of use."""
-        wanted = self.settings["mined"] or self.settings["grouped"]
-        return bool(wanted) and epoch >= 1 and (epoch - 1) % self.settings["refresh"] == 0
+        due = epoch >= 1 and (epoch - 1) % self.settings["refresh"] == 0
+        return due and self.settings["mined"] > 0
 
     def search(self) -> Tensor:
         """Find the documents that are nearest to each query, and not its own."""
-        if self.banks is None:
-            queries, documents = self.encoder.embed(self.part)
-        else:
-            queries, documents = [bank.rows for bank in self.banks]
+        queries, documents = self.encoder.embed(self.part)
         margin = self.settings["mine_margin"]
         return hardneg.mine(queries, documents, POOL, relative_margin=margin)
 
@@ -148,9 +134,6 @@ class Run:
             **self.options_of_loss(int(counts.sum()) - 1),
         )
         common.descend(loss, self.optimizer)
-        if self.banks is not None:
-            self.banks[0].update(index, queries.detach())
-            self.banks[1].update(index, documents[: len(index)].detach())
 
     def more_documents(self, index: Tensor) -> Tensor:
         """Draw the documents that join those of a batch; −1 where a query has too few near ones."""
@@ -172,28 +155,7 @@ class Run:
         if options.get("tau_plus") == "1/N":
             options["tau_plus"] = 1 / max(2, candidates)
         options["temperature"] = self.settings["temperature"]
-        options["relative_margin"] = self.settings["loss_margin"]
         return options
-
-
-def group_batches(index: Tensor, size: int, generator: torch.Generator | None = None) -> Tensor:
-    """Order samples so that near ones come in one batch, where they are hard negatives.
-
-    index (n, k): neighbours of each sample, other samples as `mine` finds them → order (n,), to be
-    cut into batches. It is one group after another, in random order: a random sample, and the
-    nearest of its neighbours that are in no group yet, up to size. The CPU does this"""
-    if size < 1:
-        raise hardneg.InvalidArgument(f"size is {size}; it must be at least 1")
-    neighbours = index.tolist()
-    free, groups = set(range(len(neighbours))), []
-    for i in torch.randperm(len(neighbours), generator=generator).tolist():
-        if i in free:
-            near = dict.fromkeys([i, *neighbours[i]])  # each once
-            group = [j for j in near if j in free][:size]
-            free.difference_update(group)
-            groups.append(torch.tensor(group))
-    order = torch.randperm(len(groups), generator=generator).tolist()
-    return torch.cat([groups[k] for k in order])
 
 
 # ---- Measures ----------------------------------------------------------------------------------
@@ -285,7 +247,7 @@ class Record:
         common.write(self.name, self.found)
 
 
-def compare(record: Record, parts: dict[str, Part], rows: list[str], seeds: int) -> None:
+def compare(record: Record, parts: dict[str, Part], seeds: int) -> None:
     """Choose settings, then measure all rows, the first seed of all before the next."""
 
     def tried(settings, seed, part):
@@ -302,7 +264,7 @@ def compare(record: Record, parts: dict[str, Part], rows: list[str], seeds: int)
     if not record.found.get("bm25"):
         record.found["bm25"] = bm25(parts["test"])
     chosen = {}
-    for row in rows:
+    for row in SEARCHES:
         settings = SETTINGS | SEARCHES[row]
         if settings["passes"]:
             loss = settings["loss"]
@@ -316,23 +278,16 @@ def compare(record: Record, parts: dict[str, Part], rows: list[str], seeds: int)
             record.once(row, settings, seed, measure)
 
 
-def arguments(about: str, name: str):
-    """Parse the flags of an experiment on the corpus."""
-    parser = common.parser_of(about)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs", "code_search"))
-    parser.add_argument("--record", default=name, help="file of results/, or a path, less .json")
-    parser.add_argument("--all", action="store_true", help="all rows")
-    return parser.parse_args()
-
-
 def main():
     """Train what is not recorded yet, and print the table."""
-    args = arguments(__doc__, "code_search")
+    parser = common.parser_of(__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("runs", "code_search"))
+    parser.add_argument("--record", default="code_search", help="file of results/, less .json")
+    args = parser.parse_args()
     if not args.show:
         corpus = load(args.out)
-        rows = list(SEARCHES) if args.all else SHORT
-        compare(Record(args.record, corpus), split(corpus), rows, args.seeds)
+        compare(Record(args.record, corpus), split(corpus), args.seeds)
     print(tables.search(args.record))
 
 
