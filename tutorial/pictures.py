@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
-from matplotlib.colors import ListedColormap
+from matplotlib.patches import Rectangle
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,19 +57,19 @@ def panels(count=1, width=4.5, **options):
 def sphere(page):
     """Draw vectors of six topics before and after training, on a sphere."""
     points = page["points"].view(100, 20, 32)[:6].flatten(0, 1)
-    topics = torch.arange(6).repeat_interleave(20)
     random = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 3))
     optimizer = torch.optim.Adam(encoder.parameters(), lr=0.003)
     around, down = torch.linspace(0, 2 * math.pi, 25)[:, None], torch.linspace(0, math.pi, 13)
     globe = [around.cos() * down.sin(), around.sin() * down.sin(), down.cos().expand(25, 13)]
-    colors = ListedColormap(["C0", "C1", "tab:green", "black", "tab:pink", "tab:purple"])
+    colors = ["C0", "C1", "tab:green", "black", "tab:pink", "tab:purple"]
     figure, axes = panels(2, 2.7, subplot_kw={"projection": "3d"})
     for axis, title in zip(axes, ("before", "after 300 batches"), strict=True):
         z = F.normalize(encoder(points).detach(), dim=1)
         axis.plot_wireframe(*globe, color="0.8", lw=0.4)
-        axis.scatter(*z.T, c=topics, cmap=colors, s=14, depthshade=False)
+        for topic, color, marker in zip(z.split(20), colors, "os^DvP", strict=True):
+            axis.scatter(*topic.T, color=color, marker=marker, s=16, depthshade=False)
         axis.set_axis_off()
         axis.set(title=title, xlim=(-1, 1), ylim=(-1, 1), zlim=(-1, 1))
         axis.set_box_aspect((1, 1, 1), zoom=1.4)
@@ -104,7 +104,7 @@ def pull(page):
         pulls = [-slopes(nce, p, negatives, t)[0] * t for p in places]
         axis.plot(places, torch.stack(pulls), label=f"InfoNCE, t = {t}")
     axis.plot(places, torch.ones(len(places)), "k:", label="decoupled")
-    axis.set(xlabel="cosine of the positive", ylabel="pull, per logit", ylim=(0, 1.1))
+    axis.set(xlabel="cosine of the positive", ylabel="pull: minus the slope in p", ylim=(0, 1.1))
     axis.legend()
     save(figure, "pull")
 
@@ -137,10 +137,10 @@ def false_negative(page):
     figure, (axis,) = panels()
     axis.bar(places - 0.25, pulls, 0.25, label="on the positive")
     axis.bar(places, pushes, 0.25, label="on the false negatives")
-    axis.bar(places + 0.25, in_sum, 0.25, label="on the class, in sum")
+    axis.bar(places + 0.25, in_sum, 0.25, color="C3", label="on the class, in sum")
     axis.axhline(0, color="k", lw=0.8)
-    axis.axhline(in_sum[2], color="0.4", ls=":", lw=1)
-    axis.set(ylabel="pull, per cosine, t = 0.5", ylim=(-1.2, 4.4))
+    axis.axhline(in_sum[2], color="k", ls=":", lw=1)
+    axis.set(ylabel="pull (push, if below 0), t = 0.5", ylim=(-1.2, 4.4))
     axis.set_xticks(places, list(losses))
     axis.legend(fontsize="small")
     save(figure, "false_negative")
@@ -166,8 +166,8 @@ def push(page):
         rule = functools.partial(page["tilted"], beta=beta)
         rules[f"tilted, held, β = {beta:g}, t = 0.5"] = (0.5, rule)
     draw_pushes(axis, rules)
-    # the same as β = 4
-    axis.lines[-1].set(linewidth=5, alpha=0.5)
+    # The dotted line is the same as that of β = 4, so the latter is drawn as a band below it.
+    axis.lines[-1].set(linewidth=6, color="0.65")
     axis.plot(COSINES, 100 * (COSINES / 0.1).softmax(0), "k:", label="InfoNCE, t = 0.1")
     axis.legend(fontsize="small")
     save(figure, "push")
@@ -175,14 +175,17 @@ def push(page):
 
 def top(page):
     """Draw which of 126 negatives on a circle are kept, near the anchor."""
-    random = torch.Generator().manual_seed(4)
+    random = torch.Generator().manual_seed(293)
     angles = 2 * math.pi * torch.rand(126, generator=random)
     kept = angles.cos() >= angles.cos().topk(math.ceil(0.03 * 126)).values[-1]
     figure, (axis,) = panels()
-    for some, label, color in ((~kept, "dropped", "0.7"), (kept, "kept, α = 0.03", "C1")):
-        axis.scatter(angles[some].sin(), angles[some].cos(), color=color, label=label, s=30)
-    axis.scatter(0, 1.06, marker="*", s=160, color="C0", label="anchor")  # at angle 0
-    axis.set(aspect="equal", xlim=(-0.6, 0.6), ylim=(0.42, 1.14), xticks=[], yticks=[])
+    around = torch.linspace(-1, 1, 101)
+    axis.plot(around.sin(), around.cos(), color="0.5", lw=1, zorder=0)
+    axis.scatter(0, 1, marker="*", s=260, color="C0", label="anchor", zorder=2)  # at angle 0
+    for some, label, color in ((kept, "kept, α = 0.03", "C1"), (~kept, "dropped", "0.5")):
+        places = (angles[some].sin(), angles[some].cos())
+        axis.scatter(*places, color=color, label=label, s=36, edgecolor="k", lw=0.5, zorder=3)
+    axis.set(aspect="equal", xlim=(-0.6, 0.6), ylim=(0.52, 1.1), xticks=[], yticks=[])
     axis.legend(loc="lower center", fontsize="small")
     save(figure, "top")
 
@@ -273,6 +276,14 @@ def generated(page):
     draw_candidates("generated", nearest)
 
 
+def frame_anchors(axis, size):
+    """Draw a frame around the first image of each of four rows. It is the anchor of the row."""
+    gap = size // 4  # between images, as in `report.draw_nearest`
+    for row in range(4):
+        corner = (gap - 1, gap - 1 + row * (size + gap))
+        axis.add_patch(Rectangle(corner, size + 1, size + 1, fill=False, color="k", lw=2.5))
+
+
 def hardest(folder):
     """Draw two images and their five hardest negatives, before and after a run of train.py."""
     options = train.Options()
@@ -286,9 +297,10 @@ def hardest(folder):
     figure.set_size_inches(4.8, 3.2)
     (axis,) = figure.axes
     pitch = 1.25 * images.test.shape[-1]
-    axis.set(xlim=(0, 6.03 * pitch), ylim=(4.0 * pitch, 0))
+    axis.set(xlim=(0, 6.03 * pitch), ylim=(4.02 * pitch, -1))
     for text in axis.texts:
-        text.set(clip_on=True, fontsize=9)
+        text.set(clip_on=True, fontsize=9, y=text.get_position()[1] - 1.2)
+    frame_anchors(axis, images.test.shape[-1])
     save(figure, "hardest")
 
 
