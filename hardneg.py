@@ -388,13 +388,13 @@ class ContrastiveLoss(nn.Module):
 #     rounding can bring cosines there.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
 # in Options if it has an option of its own. Write its formula in reference_numpy.py, too, since a
-# test compares both. TestRows checks the points above. A rule that takes the potential gets no
+# test compares both. TestRows checks most of these points. A rule that takes the potential gets no
 # gradient by default, and cannot weigh negatives (B, K, D).
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
-# Everything below FAR counts as masked. Cosines and the limits of the options keep each logit and
-# log weight that counts above FAR, and each that is masked within float32. Without normalize, and
-# in functions of your own, you see to that.
+# Everything below FAR counts as masked. With unit rows and options within their limits, what counts
+# stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
+# of your own, you see to that.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -505,8 +505,9 @@ def by_rule(logits, candidates, potential, t, options):
 def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
     weights (a, M) of positives. The rule weighs a positive like a candidate with the same logit. A
-    positive has no potential. Its weight is not scaled, since `debias` divides by the sum. The last
-    two are for debiasing, and None without it. The last is also None for a single positive."""
+    positive has no potential. Its weight is not scaled, since `debias` divides by the sum. Without
+    debiasing, the log of the sum and the weights of positives are None. For a single positive its
+    weight is None, too."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
         log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
@@ -557,7 +558,7 @@ def _fill_in(function, given):
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
 # has an option of its own. Write its formula in reference_numpy.py, too. TestObjectives and
-# TestFunctions check these points.
+# TestFunctions check most of these points.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -587,7 +588,7 @@ def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
     positive and weights of mean 1,
         decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
-    but for anchors where debiasing leaves too little, see `published`.
+    This does not hold for an anchor where the floor of `published` applies.
     Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
