@@ -252,10 +252,9 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
-                    the sum over all rows. Suppose all rows of a batch were drawn so, positives too.
-                    Pass log q_i − log q_j, where q_i is the probability of the positive of anchor
-                    i. The right correction divides e^s by q_j, and e^p by q_i. `nce` depends only
-                    on e^s / e^p. So it is enough to multiply e^s by q_i / q_j.
+                    the sum over all rows. Suppose positives were drawn so, too, and that of anchor
+                    i has the probability q_i. The right correction divides e^s by q_j, and e^p by
+                    q_i. `nce` depends only on e^s / e^p. So pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -276,8 +275,8 @@ def contrastive_loss(
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
-    it does not store the costs of more than 2^24 pairs. Then each step computes them again, which
-    takes A·N·D.
+    and there are more than 2^24 pairs, it stores no costs. Then each step computes them again,
+    which takes A·N·D.
     torch.func.grad, hessian and jvp work, without blocks. torch.func.vmap does not, as values are
     read.
     Ref: PRESETS"""
