@@ -277,8 +277,8 @@ def contrastive_loss(
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
     and there are more than 2^24 pairs, it stores no costs. Then each step computes them again,
     which takes A·N·D.
-    torch.func.grad, hessian and jvp work, without blocks. torch.func.vmap does not, as values are
-    read.
+    torch.func.grad works, without blocks. So do hessian and jvp, unless the weights are detached,
+    as forward mode does not stop there. torch.func.vmap does not work, as values are read.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
