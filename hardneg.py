@@ -277,8 +277,8 @@ def contrastive_loss(
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
     and there are more than 2^24 pairs, it stores no costs. Then each step computes them again,
     which takes A·N·D.
-    torch.func.grad works, without blocks. So do hessian and jvp, unless the weights are detached,
-    as forward mode does not stop there. torch.func.vmap does not work, as values are read.
+    torch.func.grad, jvp and hessian work, without blocks. torch.func.vmap does not work, as values
+    are read.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
@@ -319,9 +319,7 @@ def answer(anchors, shared, options):
         n = (neg > FAR).sum(1).to(neg.dtype)
 
     # 2. How much does each one count?
-    through_weights = torch.is_grad_enabled() and not options["detach_weights"]
-    with torch.set_grad_enabled(through_weights):
-        log_w, log_total, log_w_pos = weigh(pos, neg, n, anchors, shared, options)
+    log_w, log_total, log_w_pos = weigh(pos, neg, n, anchors, shared, options)
 
     # 3. What is done with them?
     given = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": shared.t}
@@ -498,7 +496,10 @@ WEIGHTS = {
 def by_rule(logits, candidates, potential, t, options):
     """Weigh logits (a, any number) of anchors with these candidates (a, N) by the chosen rule."""
     given = {"logits": logits, "candidates": candidates, "potential": potential, "t": t}
-    return _fill_in(options["weight_function"], options | given)
+    log_w = _fill_in(options["weight_function"], options | given)
+    if options["detach_weights"]:
+        return log_w.detach()
+    return log_w
 
 
 def weigh(pos, neg, n, anchors, shared, options):
@@ -997,11 +998,11 @@ def _couple(anchors, shared, group, options):
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
     blocks = anchors.blocks(max(1, _pairs_in_a_block(anchors) // shared.n))
     kernel = functools.partial(map, kernel_of, blocks)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not options["detach_weights"]):
-        if torch.is_grad_enabled() or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
-            stored = list(kernel())
-            return sinkhorn(lambda: stored, symmetric)[1]
-        return sinkhorn(kernel, symmetric)[1]  # computed anew in each step
+    has_gradient = torch.is_grad_enabled() and not options["detach_weights"]
+    if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
+        stored = list(kernel())
+        kernel = functools.partial(iter, stored)
+    return sinkhorn(kernel, symmetric)[1]  # if they are not stored, each step computes them again
 
 
 # ---- 6. Finding: which samples to take as negatives --------------------------------------------
@@ -1113,7 +1114,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # So `answer` may run twice for a block. Therefore `answer`, and all that it calls, must neither
 # keep state nor communicate between ranks nor draw random numbers.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
-#     _in_blocks   chooses how the gradient of blocks is found, and attaches it by `_InBlocks`
+#     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
 
 
@@ -1182,9 +1183,9 @@ def _in_blocks(anchors, shared, options, size):
     value, lacking, gradients = found
     inputs = _learned(anchors + shared)  # gradient k of `_run_blocks` is that of input k
     if summed:
-        return _InBlocks.apply(value.sum(), None, gradients, *inputs), lacking
+        return _Summed.apply(value.sum(), gradients, *inputs), lacking
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
-    return _InBlocks.apply(value, run, tensors, *inputs), lacking
+    return _Single.apply(value, run, tensors, *inputs), lacking
 
 
 def _run_blocks(anchors, shared, options, size, grad_losses):
@@ -1225,38 +1226,52 @@ def _learned(part):
 
 def _leaves(node):
     """Find the ids of all tensors in the graph of a node that learn."""
-    nodes, seen, found = [node], {None}, set()
-    while nodes:
-        node = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-    return found
+    seen, new = {None}, {node}
+    while new := new - seen:
+        seen |= new
+        new = {before for node in new for before, _ in node.next_functions}
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
 
 
-class _InBlocks(torch.autograd.Function):
-    """A sum with its gradients, or losses whose gradients `run` finds when they are asked for.
-    sum     run is None, and saved has the gradients, one for each of the inputs
-    "none"  run finds them in the backward pass. saved has all tensors of `run`. So autograd raises
-            an error if one of them is changed in place before the backward pass"""
+class _Summed(torch.autograd.Function):
+    """A sum whose gradients are known already, one for each of the inputs."""
 
     @staticmethod
-    def forward(ctx, value, run, saved, *inputs):
-        ctx.run = run
-        ctx.save_for_backward(*saved)
-        return value.clone()
+    def forward(ctx, value, gradients, *inputs):
+        ctx.save_for_backward(*gradients)
+        return value
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():  # under create_graph=True alone
-            raise RuntimeError("To differentiate this loss twice, give it block_size=0.")
-        gradients = ctx.saved_tensors
-        if ctx.run is not None:
-            gradients, grad = ctx.run(grad)[2], 1
-        return None, None, None, *(None if x is None else grad * x for x in gradients)
+        _only_once()
+        return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
+
+
+class _Single(torch.autograd.Function):
+    """Losses of single anchors. The backward pass calls `run`, which finds their gradients.
+    All tensors that `run` reads are saved, although it does not need that. So autograd raises an
+    error if one of them is changed in place before the backward pass."""
+
+    @staticmethod
+    def forward(ctx, value, run, tensors, *inputs):
+        ctx.run = run
+        ctx.save_for_backward(*tensors)
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        _only_once()
+        _ = ctx.saved_tensors  # autograd looks for changes here
+        return None, None, None, *ctx.run(grad)[2]
+
+
+def _only_once():
+    """Stop a backward pass that would itself be differentiated."""
+    if torch.is_grad_enabled():  # under create_graph=True alone
+        raise RuntimeError(
+            "A loss in blocks or over ranks cannot be differentiated twice. In one process give it "
+            "block_size=0."
+        )
 
 
 def _uncompiled(function, *arguments):
@@ -1292,8 +1307,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if torch.is_grad_enabled():  # under create_graph=True alone
-            raise RuntimeError("A loss over ranks cannot be differentiated twice.")
+        _only_once()
         grad = grad.clone().contiguous()
         distributed.all_reduce(grad, group=ctx.group)
         ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
@@ -1473,7 +1487,7 @@ def _check_option(name, value):
         _check_number(name, value, allowed[0], allowed[1])
     elif callable(value) and name in ("weights", "objective"):
         return
-    elif not (isinstance(value, (str, bool)) and value in allowed):
+    elif not (isinstance(value, str | bool) and value in allowed):
         _require(False, name, _describe(value), _words_of(allowed) + _nearest(value, allowed))
 
 
@@ -1543,7 +1557,7 @@ def _check_negatives(negatives, views, options, labels, group):
         if labels is not None or "potential" in takes(options["weight_function"]):
             raise InvalidArgument(
                 "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
-                f"weights cannot be {options['weights']!r}, which is a coupling."
+                "weights must not be 'transported', which couples anchors by their candidates."
             )
     elif group is not None and _may_read(negatives):
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
