@@ -373,8 +373,8 @@ class ContrastiveLoss(nn.Module):
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
-#     t           the temperature
-#     and any option by its name.
+#     t           the temperature. If it is learned, the option `temperature` would turn blocks off
+#     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
 #   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked.
@@ -384,8 +384,9 @@ class ContrastiveLoss(nn.Module):
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own. Write its formula in reference_numpy.py, too, since a
-# test compares both. TestRows checks most of these points. A rule that takes the potential gets no
+# in Options if it has an option of its own. A test compares it with reference_numpy.py. There its
+# formula goes into RULES, and into `weigh_alike` for positives. Give it options in WEIGHT_OPTIONS
+# of the tests. TestRows checks most of these points. A rule that takes the potential gets no
 # gradient by default, and cannot weigh negatives (B, K, D).
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
@@ -503,11 +504,12 @@ def by_rule(logits, candidates, potential, t, options):
 
 
 def weigh(pos, neg, n, anchors, shared, options):
-    """Answer question 2: log weights (a, N) of candidates, the log of their sum (a,), and log
-    weights (a, M) of positives. The rule weighs a positive like a candidate with the same logit. A
-    positive has no potential. Its weight is not scaled, since `debias` divides by the sum. Without
-    debiasing, the log of the sum and the weights of positives are None. For a single positive its
-    weight is None, too."""
+    """Answer question 2. Return three results:
+        log weights (a, N) of candidates
+        the log of the sum of these weights (a,), or None if nothing is debiased
+        log weights (a, M) of positives, or None if there is nothing to debias with several
+    The rule weighs a positive like a candidate with the same logit, and with a potential of 0.
+    Weights of positives are not scaled, since `debias` divides them by their sum."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
         log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
@@ -549,7 +551,7 @@ def _fill_in(function, given):
 #     neg, log_w     logits and log weights (a, N) of candidates, below FAR for what does not count.
 #                    A rule can drop a candidate in log_w alone, so look at both
 #     t              the temperature; t · logits are cosines
-#     and any option by its name.
+#     and any other option by its name.
 # What an objective must do:
 #   - The loss of an anchor follows from its own row alone.
 #   - Masked logits get no gradient, for the reason that `_mask_` gives. So if an anchor has no
@@ -1087,9 +1089,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     """Draw k distinct negatives for each anchor, one after the other. Among those that are left,
     candidate j is drawn with a probability proportional to w_ij.
     log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
-    With log_w = tilted(logits, β) it prefers hard negatives. First set the logits of an anchor's
-    own rows to −1e30. Then use a loss with uniform weights. A row with fewer than k negatives is
-    an error, which a GPU does not look for."""
+    To prefer hard negatives, set the logits of an anchor's own rows to −1e30, and pass
+    log_w = tilted(logits, β). In the loss all that are drawn count the same, so give it uniform
+    weights. A row with fewer than k negatives is an error, but a GPU does not look for it."""
     _check_tensor("log_w", log_w, "float", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -1112,7 +1114,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # of the loss, it gets what was kept. If every anchor has a loss of its own ("none"), it is not
 # known yet how the caller will weigh these losses, so the backward pass computes the blocks again.
 # So `answer` may run twice for a block. Therefore `answer`, and all that it calls, must neither
-# keep state nor communicate between ranks nor draw random numbers.
+# keep state nor communicate between ranks nor draw random numbers. If you change this section,
+# TestLargeBatches compares blocks with the whole batch, and TestGather compares ranks with one
+# process.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1644,7 +1648,7 @@ __all__ += ["annealed_beta", "lead_in"]
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
 # A view draws one number in [0, 1) for each of these names. To add a transformation, add the names
-# that it needs. Then every seed gives other views.
+# that it needs. After that a seed no longer gives the views that it gave before.
 DRAWS = "area ratio x y flip jitter brightness contrast saturation hue gray sigma blur".split()
 
 
@@ -1924,8 +1928,8 @@ def embed(
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
     images are (n, 3, H, W), on any device. A copy of the encoder, without wrappers, runs in eval
-    mode. The results have no gradient. With a group each rank embeds a share of the images, which
-    all have, and gets the embeddings of all."""
+    mode. The results have no gradient. With a group all ranks pass the same images. Each rank
+    embeds a share of them, and gets the embeddings of all."""
     if group is not None:
         n = len(images)
         outputs = embed(encoder, images[_share(n, group)], batch_size)
@@ -2314,11 +2318,11 @@ class DiffHard(SimCLR):
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Save memory by embedding about `micro_batch` samples at a time → a function in the encoder's
     place. Call it with tensors, dicts of tensors and keywords, whose rows are samples. The samples
-    are split evenly, so that BatchNorm gets no part of one sample. With a micro_batch of 2 an odd
-    batch has a part of three for that reason. With 1 every part is one sample. The backward pass
-    embeds the samples again, with the same randomness. The gradient is exact. But BatchNorm in
-    training mode normalises each micro-batch by itself, and updates its statistics twice. If you
-    use DistributedDataParallel, call this function inside the module that you wrap. Ref: [11]"""
+    are split evenly. BatchNorm cannot train on a single sample. So with a micro_batch of 2 an odd
+    batch has one part of three samples. With 1 every part is one sample. The backward pass embeds
+    the samples again, with the same randomness. The gradient is exact. But BatchNorm in training
+    mode normalises each micro-batch by itself, and updates its statistics twice. If you use
+    DistributedDataParallel, call this function inside the module that you wrap. Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
     def in_parts(*inputs, **named):
@@ -2392,8 +2396,8 @@ class Training:
 
     encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
     images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
-                   the CPU. An object that has their length, shape and device will do, if an
-                   index gives their rows.
+                   the CPU. You can also pass an object with len(images), images.shape and
+                   images.device, if images[index] is a tensor of the rows at an index (B,).
     method         A SimCLR, Bank or DiffHard, or a method of your own.
     recipe         A row of RECIPES.
     schedules      Functions that give options of the loss from the progress in [0, 1], such as

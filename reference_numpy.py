@@ -175,9 +175,8 @@ def ground_cost(cosines, cost="sqeuclidean"):
 
     In [2] the second one is exp(‖x − y‖² − κ), where κ only rescales ε. For the coupling of [2] at
     κ and ε, take ε e^κ here. Ref: [2] Eq. 5 and VII-C"""
-    if cost == "sqeuclidean":
-        return 1 - cosines
-    return np.exp(2 - 2 * cosines)
+    costs = {"sqeuclidean": 1 - cosines, "exp": np.exp(2 - 2 * cosines)}
+    return costs[cost]
 
 
 def _log_kernel(logits, epsilon, cost, temperature):

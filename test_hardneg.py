@@ -737,7 +737,7 @@ class TestTransported:
 class TestSinkhorn:
     """The coupling has uniform marginals, respects its masks, and reports its own error."""
 
-    @pytest.mark.parametrize("cost", ["sqeuclidean", "exp"])
+    @pytest.mark.parametrize("cost", hardneg.COSTS)
     @given(**PLANS, empty=BOOLEANS, size=st.integers(1, 6))
     def test_plan(self, cost, seed, a, n, epsilon, share, empty, size):
         """Fully masked rows and columns carry no mass, and blocks of rows change nothing."""
@@ -1969,13 +1969,14 @@ class TestRows:
 
     def test_rows_name_what_is_there(self):
         """What a function's parameters name is filled in, so a misspelt one fails here."""
+        options = hardneg.DEFAULTS.keys() - {"temperature"}  # t is the one that blocks know
         for name, (rule, mean) in hardneg.WEIGHTS.items():
-            known = {"logits", "candidates", "potential", "t", *hardneg.DEFAULTS}
+            known = {"logits", "candidates", "potential", "t", *options}
             assert set(hardneg.takes(rule)) <= known, name
             assert mean in ("one", "scaled", "any"), name
             assert rule.__code__.co_kwonlyargcount == 0, name
         for name, (objective, by_label) in hardneg.OBJECTIVES.items():
-            known = {"pos", "neg", "log_w", "log_negatives", "t", *hardneg.DEFAULTS}
+            known = {"pos", "neg", "log_w", "log_negatives", "t", *options}
             assert set(hardneg.takes(objective)) <= known, name
             assert isinstance(by_label, bool), name
         for name, (weights, objective, _) in hardneg.PRESETS.items():
@@ -1992,6 +1993,13 @@ class TestRows:
         found = hardneg.by_rule(logits, logits, 0.0, 1.0, options)
         assert found.shape == logits.shape and torch.equal(logits, before)
         assert (found[logits < hardneg.FAR] < hardneg.FAR).all()
+        # the row's word on the mean of the weights of an anchor that has candidates
+        counts = (logits > hardneg.FAR).sum(1)
+        weights, some = found.exp()[counts > 0], counts[counts > 0]
+        if options["mean"] == "one":
+            close(weights.sum(1), some.double(), 1e-12)
+        if options["mean"] == "scaled":
+            assert (weights > 0).any(1).all()
         for row in range(a):
             alone = hardneg.by_rule(logits[[row]], logits[[row]], 0.0, 1.0, options)
             close(alone.clamp_min(-99), found[[row]].clamp_min(-99), 1e-12)
@@ -2005,14 +2013,18 @@ class TestRows:
                 assert positives.grad.isfinite().all()
 
     def test_an_option_is_one_entry(self):
-        """Its sentences are in the help, its default is allowed, and it is used by a row."""
+        """Its sentences are in the help, its default is allowed, and a function reads it."""
         for help_text in (contrastive_loss.__doc__, hardneg.ContrastiveLoss.__doc__):
             words = " ".join(help_text.split())
             for name, text in hardneg.TEXTS.items():
                 assert f"{name} = {hardneg.DEFAULTS[name]!r}, " in words
                 assert " ".join(text.split()) in words and text.strip().endswith("."), name
+        rows = [*hardneg.WEIGHTS.values(), *hardneg.OBJECTIVES.values()]
+        filled_in = {name for function, _ in rows for name in hardneg.takes(function)}
+        code = Path(hardneg.__file__).read_text()
         for name, default in hardneg.DEFAULTS.items():
             hardneg.resolve({name: default})
+            assert name in filled_in or f'options["{name}"]' in code, name
 
 
 class TestWhatIsReadRuns:
