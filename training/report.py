@@ -5,20 +5,22 @@ import html
 import io
 import itertools
 import math
+import os
+import shlex
 import string
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 from matplotlib import pyplot as plt
-from scipy import special
+from scipy import linalg, special
 from torch import Tensor
 from torchvision.utils import make_grid
 
 import hardneg
-from training import readouts, runs, shown
+from training import flag_of, readouts, runs, shown
 from training.cache import Rows
 from training.images import Images, at_most, even
 
@@ -175,22 +177,47 @@ def print_table(results: dict) -> None:
         print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
 
 
-# ---- The page, with pictures that have a title and a caption ------------------------------------
+# ---- The page, whose pictures have a title and a sentence on what to see in them -----------------
 
 plt.switch_backend("Agg")  # it needs no screen
 plt.style.use("tableau-colorblind10")
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>$title</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: auto; padding: 1rem }
-body { color: #222 } h1, h2 { font-size: 1.2rem; margin: 2rem 0 0 }
-div { overflow-x: auto } img { width: 100%; min-width: 40rem } td { padding: .1rem .6rem .1rem 0 }
-</style><h1>$title</h1><p>$summary</p><div><table>$table</table></div>
+:root { color-scheme: light dark } code { overflow-wrap: anywhere }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: auto; padding: 1rem }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 1rem 0 } h2 { font-size: 1.1rem; margin: 0 }
+table { font-size: .9rem; border-spacing: 0 } td { padding: .1rem .7rem .1rem 0 }
+main { display: flex; flex-wrap: wrap; gap: 2rem; margin: 2rem 0 }
+section { flex: 1 1 20rem } img { width: 100%; max-width: 36rem; background: white }
+</style><h1>$verdict</h1><p>$besides</p><p><code>$command</code></p><table>$table</table>
 <p>"linear" is the test accuracy of logistic regression on frozen features, and "kNN" that of a vote
 of the 200 nearest training images. Uniformity is about −4 if embeddings cover the sphere evenly,
 and 0 if all are one point. Tolerance is the mean cosine within a class.</p>
-$pictures</html>
+<main>$pictures</main>
+<details><summary>$facts</summary><p>$settings</p></details>
+<p>Made by <a href="$home">hardneg</a>, whose README says which loss to take when.</p></html>
 """)
+# A picture has the curves of some figures. Curves that stay at one value are left out.
+CURVES = {
+    "Loss": ("loss d_loss g_loss", "It should fall, and become flat at the end."),
+    "kNN accuracy in percent": (
+        "knn",
+        "It should rise. To save time it is measured on fewer images than in the table, and fewer "
+        "neighbours to vote make it lower.",
+    ),
+    "Cosines": (
+        "positive negative spread",
+        "Two views of an image (positive) should become nearer than two images (negative). spread "
+        "is the standard deviation of the negatives of an anchor.",
+    ),
+    "Shares": (
+        "ess clamped",
+        "ess is the share of negatives that count. clamped is the share of anchors for which "
+        "debiasing leaves no more than its floor.",
+    ),
+    "Negatives of an anchor": ("candidates", "So many samples are pushed away."),
+}
 
 
 def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
@@ -208,26 +235,61 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
 def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) -> str:
     """Make the page of a run."""
     some = at_most(images, 1000)
-    test, labels = some.test, some.test_labels
     first = runs.untrained(options.encoder, images, options.seed)
-    z = {"untrained": hardneg.embed(first, test)[1], "trained": hardneg.embed(encoder, test)[1]}
-    pictures = [draw_curves(results["history"]), draw_nearest(options, z, labels, test)]
-    pictures.append(draw_map(z, labels, some.classes))
+    encoders = {"untrained": first, "trained": encoder}
+    pictures = list(draw_curves(results["history"]))
+    pictures.append(draw_nearest(options, encoders, some))
+    if len(images.classes) > 2:
+        pictures.append(draw_map(encoders, some))
     parts = []
     for title, caption, figure in pictures:
         title, data = html.escape(title), base64.b64encode(png(figure)).decode()
-        parts.append(f"<h2>{title}</h2><p>{html.escape(caption)}</p>")
-        parts.append(f'<div><img alt="{title}" src="data:image/png;base64,{data}"></div>\n')
+        parts.append(f"<section><h2>{title}</h2>{html.escape(caption)}")
+        parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}"></section>\n')
     table = []
     for line in cells(rows_of(results)):
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
-    return PAGE.substitute(
-        title=html.escape(f"{results['loss']} on {shown(Path(results['data']).resolve().name)}"),
-        summary=f"{results['epochs']} epochs of {results['method']} "
-        f"took {results['seconds']:.0f} seconds.",
-        table="".join(table),
-        pictures="".join(parts),
-    )
+    versions = [f"{name} {number}" for name, number in results["versions"].items()]
+    facts = f"{results['epochs']} epochs took {results['seconds']:.0f} seconds on "
+    facts += f"{results['device']} on {results['date']}, with {' and '.join(versions)}"
+    settings = [f"{name} {value}" for name, value in results["options"].items()]
+    verdict, besides = verdict_of(results, len(images.classes))
+    home = Path(hardneg.__file__).with_name("README.md")
+    texts = {
+        "title": f"{results['loss']} on {Path(results['data']).resolve().name}",
+        "verdict": verdict,
+        "besides": besides,
+        "command": command_of(options),
+        "facts": facts,
+        "settings": ", ".join(settings + images.classes),
+        "home": os.path.relpath(home, options.out),
+    }
+    texts = {name: html.escape(shown(text)) for name, text in texts.items()}
+    return PAGE.substitute(texts, table="".join(table), pictures="".join(parts))
+
+
+def verdict_of(results: dict, classes: int) -> tuple[str, str]:
+    """Say what was learned, and what to compare it with."""
+    before = results["untrained"]
+    if not classes:
+        verdict = f"Uniformity is {results['uniformity']:.1f}"
+        return verdict, f"It is {before['uniformity']:.1f} without training."
+    guess = f"Guessing among the {classes} classes would be right for {100 / classes:.1f} %."
+    verdict = f"{results['linear']:.1f} % of test images are told right"
+    return verdict, f"It is {before['linear']:.1f} % without training. {guess}"
+
+
+def command_of(options) -> str:
+    """Write a command that makes the same run."""
+    chosen = {name: getattr(options, name) for name in ("loss", "method", "recipe")}
+    usual = vars(type(options)(**chosen))
+    words = ["python", "train.py"]
+    for name, value in vars(options).items():
+        if name in chosen or value != usual[name]:
+            words.append(flag_of(name, value))
+            if not isinstance(value, bool):
+                words.append(str(value))
+    return shlex.join(words)
 
 
 def png(figure: plt.Figure) -> bytes:
@@ -238,68 +300,57 @@ def png(figure: plt.Figure) -> bytes:
     return content.getvalue()
 
 
-PANEL_OF = {"loss": "losses", "d_loss": "losses", "g_loss": "losses", "knn": "kNN %"}
-PANEL_OF["candidates"] = "candidates"
-
-
-def draw_curves(history: list[dict]) -> tuple:
-    """Draw the figures of each epoch → title, caption, picture.
+def draw_curves(history: list[dict]) -> Iterator[tuple]:
+    """Draw the figures of each epoch → titles, captions, pictures.
     Up to epoch 0 the networks of a game train alone."""
-    curves = {}  # panel: {figure: ([epochs], [values])}
-    for epoch in history:
-        for name, value in epoch.items():
-            if name != "epoch":
-                panel = curves.setdefault(PANEL_OF.get(name, "cosines and shares"), {})
-                epochs, values = panel.setdefault(name, ([], []))
-                epochs.append(epoch["epoch"])
-                values.append(value)
-    figure = plt.figure(figsize=(8, 3.6), layout="constrained")
-    for k, (title, lines) in enumerate(sorted(curves.items(), reverse=True)):
-        axis = figure.add_subplot(1, len(curves), k + 1)
-        for name, (epochs, values) in lines.items():
-            axis.plot(epochs, values, ".-", label=name, linewidth=1)
-        axis.set(title=title, xlabel="epoch")
+    for title, (names, caption) in CURVES.items():
+        figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
+        for name in names.split():
+            epochs = [epoch["epoch"] for epoch in history if name in epoch]
+            values = [epoch[name] for epoch in history if name in epoch]
+            if len(set(values)) > 1:
+                axis.plot(epochs, values, ".-", label=name, linewidth=1)
+        axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
-    _, losses = curves["losses"]["loss"]
-    title = f"The loss went from {losses[0]:.2f} to {losses[-1]:.2f}"
-    caption = "While the encoder learns, cosines of two views of an image (positive) rise above "
-    caption += "those of different images (negative). For an anchor, spread is the standard "
-    caption += "deviation of the negative cosines. candidates is the number of negatives, and ess "
-    caption += "the share of them that count. clamped is the share of anchors for which debiasing "
-    caption += "leaves no more than its floor."
-    return title, caption, figure
+        if len(axis.lines) > 1:
+            axis.legend(frameon=False)
+        if axis.lines:
+            yield title, caption, figure
+        plt.close(figure)
 
 
-def draw_nearest(options, embeddings: dict, labels: Tensor, test: Tensor) -> tuple:
-    """Draw images, and the others nearest to them with their weights, before and after training.
-    Ref: [2] Fig. 2, 3"""
-    chosen = [int((labels == c).nonzero()[0, 0]) for c in labels.unique()[:4]]
-    if len(chosen) == 1:  # no classes
-        chosen = range(min(4, len(labels)))
-    columns = min(7, len(labels) - 1)
-    weights = {name: weights_of(z, options) for name, z in embeddings.items()}
-    shown, titles = [], []
-    for anchor, (name, z) in itertools.product(chosen, embeddings.items()):
-        cosines = z @ z[anchor]
+def draw_nearest(options, encoders: dict, images: Images) -> tuple:
+    """Draw test images, and the others nearest to them with their weights, before and after
+    training. Ref: [2] Fig. 2, 3"""
+    test, labels = images.test, images.test_labels
+    chosen = range(0, len(labels), -(-len(labels) // 4))
+    columns = min(5, len(labels) - 1)
+    z = {name: hardneg.embed(encoder, test)[1] for name, encoder in encoders.items()}
+    weights = {name: weights_of(z[name], options) for name in z}
+    places, titles = [], []
+    for anchor, name in itertools.product(chosen, z):
+        cosines = z[name] @ z[name][anchor]
         cosines[anchor] = -math.inf
         nearest = cosines.topk(columns).indices.tolist()
-        shown += [anchor] + nearest
-        titles += [(name, "k")]
+        places += [anchor] + nearest
+        titles.append((name, "k"))
         for k in nearest:
             is_false = bool(labels[k] == labels[anchor] >= 0)
             titles.append((f"{weights[name][anchor, k]:.2g}", "C1" if is_false else "k"))
-    gap = test.shape[-1] // 4
-    pitch = test.shape[-1] + gap
-    grid = make_grid(test[shown].cpu(), columns + 1, gap, pad_value=255)
-    figure, axis = plt.subplots(figsize=(7, 1.8 * len(chosen)), layout="constrained")
+    side = test.shape[-1]
+    gap = side // 4
+    grid = make_grid(test[places].cpu(), columns + 1, gap, pad_value=255)
+    figure, axis = plt.subplots(figsize=(5, 1.8 * len(chosen)), layout="constrained")
     axis.imshow(grid.permute(1, 2, 0).numpy())
     axis.axis("off")
     for k, (title, color) in enumerate(titles):
         row, column = divmod(k, columns + 1)
-        axis.text(gap + column * pitch, (row + 0.17) * pitch, title, fontsize=9, color=color)
-    caption = "A row has an image and the others nearest to it. These are its hardest negatives, "
-    caption += "and the numbers are their weights."
+        x, y = gap + column * (side + gap), gap + row * (side + gap)
+        axis.text(x, y - gap / 4, title, fontsize=9, color=color)
+        if column == 0:
+            axis.add_patch(plt.Rectangle((x, y), side, side, fill=False, linewidth=3))
+    caption = "Each framed image is followed by the others nearest to it, its hardest negatives. "
+    caption += "The numbers are their weights."
     if labels.max() >= 0:
         caption += " An orange number marks a false negative, which has the class of the image."
     return "The hardest negatives, before and after training", caption, figure
@@ -319,26 +370,34 @@ def weights_of(z: Tensor, options) -> Tensor:
     return seen[0].exp()
 
 
-def draw_map(embeddings: dict[str, Tensor], labels: Tensor, classes: list) -> tuple:
-    """Draw embeddings, before and after training, in the plane where the classes differ most."""
-    figure, axes = plt.subplots(1, 2, figsize=(8, 4.5), layout="constrained")
-    for axis, (name, z) in zip(axes, embeddings.items(), strict=True):
-        means = z  # without classes, the plane shows where images differ most
-        if classes:
-            means = torch.stack([z[labels == label].mean(0) for label in labels.unique()])
-        _, _, directions = torch.linalg.svd(means - means.mean(0), full_matrices=False)
-        x = z @ directions[:2].T  # (n, 2)
-        axis.scatter(x[:, 0].cpu(), x[:, 1].cpu(), s=6, color="0.9")  # there are ten colours
-        for label in range(min(10, len(classes))):
-            color = [plt.cm.tab10(label)]
-            axis.scatter(*x[labels == label].T.cpu(), s=6, color=color, label=label)
+def draw_map(encoders: dict, images: Images) -> tuple:
+    """Draw features of test images, before and after training, in the plane of `plane_of`."""
+    figure, axes = plt.subplots(2, figsize=(5, 8), layout="constrained")
+    labels = images.test_labels.cpu()
+    for axis, (name, encoder) in zip(axes, encoders.items(), strict=True):
+        train, test = (hardneg.embed(encoder, x)[0].cpu() for x in (images.train, images.test))
+        x = (test @ plane_of(train, images.train_labels.cpu())).T
+        axis.scatter(*x, s=6, color="0.9")  # there are ten colours
+        for k, text in enumerate(images.classes[:10]):
+            own = x[:, labels == k]
+            axis.scatter(*own, s=6, color=plt.cm.tab10(k))
+            if encoder is encoders["trained"]:
+                box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
+                axis.text(*own.mean(1), text[:30], ha="center", parse_math=False, bbox=box)
         axis.set(title=name, xticks=[], yticks=[])
-    if classes:
-        handles, numbers = axis.get_legend_handles_labels()
-        legend = figure.legend(handles, numbers, loc="outside lower center", ncols=5, markerscale=2)
-        for text, name in zip(legend.get_texts(), classes, strict=False):
-            text.set_text(name[:30])  # set here, as a label that begins with _ would be hidden
-            text.set_parse_math(False)  # so that $ is a letter
-    caption = "Each point is an image, in the plane where the means of the classes are farthest "
-    caption += "apart. Images of one class should lie together."
-    return f"A map of {len(x)} test images, before and after training", caption, figure
+    caption = "Each point is a test image, and classes have colours. The features are shown in the "
+    caption += "plane where classes of training images lie farthest apart, compared with their "
+    caption += "spread. Images of one class should lie together."
+    return "The features, before and after training", caption, figure
+
+
+def plane_of(x: Tensor, labels: Tensor) -> Tensor:
+    """Find the plane of features (n, D) in which Fisher's discriminant is largest → (D, 2)."""
+    x, labels = x[labels >= 0].double(), labels[labels >= 0]
+    _, place = labels.unique(return_inverse=True)
+    members = torch.nn.functional.one_hot(place).double()
+    means = members.T @ x / members.sum(0)[:, None]  # (classes, D)
+    within = (x - means[place]).T.cov()
+    ridge = 0.01 * within.diag().mean() * torch.eye(len(within))  # some directions have no spread
+    _, directions = linalg.eigh(means.T.cov(), within + ridge)  # the largest comes last
+    return torch.tensor(directions[:, -2:], dtype=torch.float32)

@@ -1,6 +1,7 @@
 """Keep a run in a folder, with a lock, a checkpoint and results, and resume it from there."""
 
 import contextlib
+import datetime
 import io
 import json
 import os
@@ -33,7 +34,8 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_results(folder: Path, results: dict) -> None:
-    """Add the versions that a run used to its results, and write them."""
+    """Add the date and the versions that a run used to its results, and write them."""
+    results["date"] = datetime.date.today().isoformat()
     results["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
     write_json(folder / RESULTS, results)
 

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -175,28 +176,42 @@ class TestReport:
             report.print_table(results)
             assert ("learned nothing that helps" in capsys.readouterr().out) == (linear == 10.0)
 
-    def test_a_map_keeps_classes_apart(self):
+    def test_a_map_keeps_classes_apart(self, few):
+        """Its plane ignores a direction that has most of the spread, and nothing of the classes."""
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
-        z = hardneg.unit(torch.eye(6)[labels] + 0.1 * noise)
-        names = ["$10_$20", "_b", "\\frac$", *"defghijk"]
-        _, _, figure = report.draw_map({"untrained": noise, "trained": z}, labels, names)
-        assert report.png(figure)  # a name is no formula
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == names[:10]
-        _, *of_classes = figure.axes[1].collections
-        assert len(of_classes) == 10  # there are no more colours
-        places = [x.get_offsets().data for x in of_classes[:3]]
+        noise[:, 5] *= 30
+        features = {"untrained": noise, "trained": torch.eye(6)[labels] + 0.1 * noise}
+        x = (features["trained"] @ report.plane_of(features["trained"], labels)).numpy()
+        places = [x[labels == k] for k in range(3)]
         for one, other in itertools.combinations(places, 2):
             apart = np.linalg.norm(one.mean(0) - other.mean(0))
             assert apart > 5 * np.linalg.norm(one - one.mean(0), axis=1).mean()
 
-    def test_curves_show_each_figure_of_the_history(self):
-        history = [{"epoch": 1, "loss": 3.0}, {"epoch": 2, "loss": 2.0, "knn": 50.0}]
-        _, _, figure = report.draw_curves(history)
-        drawn = {x.get_label(): x.get_xydata().tolist() for axis in figure.axes for x in axis.lines}
-        assert drawn == {"loss": [[1, 3], [2, 2]], "knn": [[2, 50]]}
+    def test_a_map_names_ten_classes(self, few):
+        names = ["$10_$20", "_b", "\\frac$", *"defghijk"]  # no formulas, and there are ten colours
+        encoder = hardneg.Encoder(size=16)
+        images = few._replace(classes=names)
+        _, _, figure = report.draw_map({"untrained": encoder, "trained": encoder}, images)
+        assert report.png(figure)
+        assert [text.get_text() for text in figure.axes[1].texts] == names[:10]
+        assert [len(axis.collections) for axis in figure.axes] == [11, 11]
 
-    def test_nearest_images_have_their_weights(self, few):
+    def test_curves_show_each_figure_that_changes(self):
+        history = [{"epoch": 1, "loss": 3.0, "candidates": 30.0, "ess": 1.0, "clamped": 0.1}]
+        history.append({"epoch": 2, "loss": 2.0, "candidates": 30.0, "ess": 1.0, "clamped": 0.2})
+        drawn = {}
+        for title, _, figure in report.draw_curves(history):
+            lines = figure.axes[0].lines
+            drawn[title] = {x.get_label(): x.get_xydata().tolist() for x in lines}
+        assert drawn == {
+            "Loss": {"loss": [[1, 3], [2, 2]]},
+            "Shares": {"clamped": [[1, 0.1], [2, 0.2]]},
+        }
+        known = " ".join(names for names, _ in report.CURVES.values()).split()
+        assert set(known) == {*report.FIGURES, "knn"}
+
+    def test_nearest_images_have_their_weights(self, few, monkeypatch):
         """Of six images, three for each class; false negatives have another colour."""
         z = hardneg.unit(torch.tensor([[4.0, 0], [4, 1], [4, 2], [0, 4], [1, 4], [2, 4]]))
         labels, options = torch.tensor([0, 0, 0, 1, 1, 1]), train.Options(beta=2.0, temperature=0.5)
@@ -204,10 +219,36 @@ class TestReport:
         others = ~torch.eye(6, dtype=torch.bool)
         logits = (z @ z.T / 0.5)[others].view(6, 5)
         close(weights[others].view(6, 5), 5 * (2 * logits).softmax(1), 1e-5)
-        _, _, figure = report.draw_nearest(options, {"trained": z}, labels, few.test[:6])
+        monkeypatch.setattr(hardneg, "embed", lambda encoder, images: (None, z))
+        images = few._replace(test=few.test[:6], test_labels=labels)
+        _, _, figure = report.draw_nearest(options, {"trained": None}, images)
         texts = figure.axes[0].texts
         assert [text.get_text() for text in texts[:2]] == ["trained", f"{weights[0, 1]:.2g}"]
         assert [text.get_color() for text in texts[:6]] == ["k", "C1", "C1", "k", "k", "k"]
+        assert len(figure.axes[0].patches) == 3  # the frames of the anchors 0, 2 and 4
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            "",
+            "--loss hard --alpha 0.2 --no-lead-in --labels",
+            "--method diffhard --no-pairs --data a$b",
+            "--recipe sgd --epochs 3 --seed 2 --out there",
+        ],
+    )
+    def test_a_page_has_the_command_of_its_run(self, words):
+        options = train.Options(**train.parse(words.split()))
+        _, _, *again = shlex.split(report.command_of(options))
+        assert train.Options(**train.parse(again)) == options
+
+    def test_a_page_says_what_was_learned(self):
+        results = {"linear": 82.04, "uniformity": -2.0}
+        results["untrained"] = {"linear": 25.6, "uniformity": -0.1}
+        verdict, besides = report.verdict_of(results, 10)
+        assert verdict == "82.0 % of test images are told right"
+        assert besides.startswith("It is 25.6 % without") and besides.endswith("for 10.0 %.")
+        verdict, besides = report.verdict_of(results | {"linear": None}, 0)
+        assert (verdict, besides) == ("Uniformity is -2.0", "It is -0.1 without training.")
 
 
 def row(*values):
@@ -773,15 +814,15 @@ class TestCommand:
         assert "temperature 0.07, alpha 0.3" in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
-        names = "loss method data seed epochs device seconds options history versions".split()
+        names = "loss method data seed epochs device seconds options history versions date".split()
         assert results.keys() == {*names, *FIGURES}
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert results["raw"].keys() == results["untrained"].keys() == report.COLUMNS.keys()
         assert 0 < results["seconds"] < 600
         assert set(times_of(out)) == {"checkpoint.pt", "results.json", "report.html"}
         page = (out / "report.html").read_text()  # needs no other file
-        assert 'src="http' not in page and page.count("data:image/png;base64,") == 3
-        for text in ("hard on shapes", "trained encoder", "false negative"):
+        assert 'src="http' not in page and page.count("data:image/png;base64,") == 6
+        for text in ("hard on shapes", "trained encoder", "false negative", "python train.py"):
             assert text in page
 
     def test_a_report_that_fails_costs_no_result(self, tmp_path, small_shapes, monkeypatch):
