@@ -238,7 +238,8 @@ def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) ->
     first = runs.untrained(options.encoder, images, options.seed)
     encoders = {"untrained": first, "trained": encoder}
     pictures = list(draw_curves(results["history"]))
-    pictures.append(draw_nearest(options, encoders, some))
+    z = {name: hardneg.embed(encoders[name], some.test)[1] for name in encoders}
+    pictures.append(draw_nearest(options, z, some.test_labels, some.test))
     if len(images.classes) > 2:
         pictures.append(draw_map(encoders, some))
     parts = []
@@ -319,13 +320,11 @@ def draw_curves(history: list[dict]) -> Iterator[tuple]:
         plt.close(figure)
 
 
-def draw_nearest(options, encoders: dict, images: Images) -> tuple:
+def draw_nearest(options, z: dict, labels: Tensor, test: Tensor) -> tuple:
     """Draw test images, and the others nearest to them with their weights, before and after
     training. Ref: [2] Fig. 2, 3"""
-    test, labels = images.test, images.test_labels
     chosen = range(0, len(labels), -(-len(labels) // 4))
     columns = min(5, len(labels) - 1)
-    z = {name: hardneg.embed(encoder, test)[1] for name, encoder in encoders.items()}
     weights = {name: weights_of(z[name], options) for name in z}
     places, titles = [], []
     for anchor, name in itertools.product(chosen, z):

@@ -176,7 +176,7 @@ class TestReport:
             report.print_table(results)
             assert ("learned nothing that helps" in capsys.readouterr().out) == (linear == 10.0)
 
-    def test_a_map_keeps_classes_apart(self, few):
+    def test_a_map_keeps_classes_apart(self):
         """Its plane ignores a direction that has most of the spread, and nothing of the classes."""
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
@@ -211,7 +211,7 @@ class TestReport:
         known = " ".join(names for names, _ in report.CURVES.values()).split()
         assert set(known) == {*report.FIGURES, "knn"}
 
-    def test_nearest_images_have_their_weights(self, few, monkeypatch):
+    def test_nearest_images_have_their_weights(self, few):
         """Of six images, three for each class; false negatives have another colour."""
         z = hardneg.unit(torch.tensor([[4.0, 0], [4, 1], [4, 2], [0, 4], [1, 4], [2, 4]]))
         labels, options = torch.tensor([0, 0, 0, 1, 1, 1]), train.Options(beta=2.0, temperature=0.5)
@@ -219,9 +219,7 @@ class TestReport:
         others = ~torch.eye(6, dtype=torch.bool)
         logits = (z @ z.T / 0.5)[others].view(6, 5)
         close(weights[others].view(6, 5), 5 * (2 * logits).softmax(1), 1e-5)
-        monkeypatch.setattr(hardneg, "embed", lambda encoder, images: (None, z))
-        images = few._replace(test=few.test[:6], test_labels=labels)
-        _, _, figure = report.draw_nearest(options, {"trained": None}, images)
+        _, _, figure = report.draw_nearest(options, {"trained": z}, labels, few.test[:6])
         texts = figure.axes[0].texts
         assert [text.get_text() for text in texts[:2]] == ["trained", f"{weights[0, 1]:.2g}"]
         assert [text.get_color() for text in texts[:6]] == ["k", "C1", "C1", "k", "k", "k"]
