@@ -345,9 +345,9 @@ def draw_nearest(options, z: dict, labels: Tensor, test: Tensor) -> tuple:
     for k, (title, color) in enumerate(titles):
         row, column = divmod(k, columns + 1)
         x, y = gap + column * (side + gap), gap + row * (side + gap)
-        axis.text(x, y - gap / 4, title, fontsize=9, color=color)
+        axis.text(x, y - gap / 7, title, fontsize=9, color=color)
         if column == 0:
-            axis.add_patch(plt.Rectangle((x, y), side, side, fill=False, linewidth=3))
+            axis.add_patch(plt.Rectangle((x, y), side, side, fill=False, linewidth=2))
     caption = "Each framed image is followed by the others nearest to it, its hardest negatives. "
     caption += "The numbers are their weights."
     if labels.max() >= 0:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from matplotlib import pyplot as plt
-from matplotlib.patches import Rectangle
 from torch import nn
 from torch.nn import functional as F
 
@@ -276,14 +275,6 @@ def generated(page):
     draw_candidates("generated", nearest)
 
 
-def frame_anchors(axis, size):
-    """Draw a frame around the first image of each of four rows. It is the anchor of the row."""
-    gap = size // 4  # between images, as in `report.draw_nearest`
-    for row in range(4):
-        corner = (gap - 1, gap - 1 + row * (size + gap))
-        axis.add_patch(Rectangle(corner, size + 1, size + 1, fill=False, color="k", lw=2.5))
-
-
 def hardest(folder):
     """Draw two images and their five hardest negatives, before and after a run of train.py."""
     options = train.Options()
@@ -300,7 +291,6 @@ def hardest(folder):
     axis.set(xlim=(0, 6.03 * pitch), ylim=(4.02 * pitch, -1))
     for text in axis.texts:
         text.set(clip_on=True, fontsize=9, y=text.get_position()[1] - 1.2)
-    frame_anchors(axis, images.test.shape[-1])
     save(figure, "hardest")
 
 
