@@ -126,9 +126,10 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. Debiasing with several positives calls it for their logits (a, M), too. Logits of
-        what does not count are −1e30. Blocks can call it again in the backward pass, so it has to
-        give the same answer then, without random numbers.""",
+        mean 1. If there are several positives and debiasing is on, it also gets the logits (a, M)
+        of the positives. Logits of what does not count are −1e30. Blocks can call the function
+        again in the backward pass, so it has to give the same answer then, without random
+        numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -252,9 +253,9 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
-                    the sum over all rows. Suppose positives were drawn so, too, and that of anchor
-                    i has the probability q_i. The right correction divides e^s by q_j, and e^p by
-                    q_i. `nce` depends only on e^s / e^p. So pass log q_i − log q_j.
+                    the sum over all rows. If positives were drawn in the same way, let q_i be the
+                    probability of the positive of anchor i. The right correction divides e^s by
+                    q_j, and e^p by q_i. `nce` depends only on e^s / e^p. So pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -265,8 +266,8 @@ def contrastive_loss(
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors where debiasing leaves less than e^{−1/t}. A
-                    mean of e^s cannot be less, so that number is taken in its place.
+                    "clamped" is the share of anchors where debiasing leaves less than e^{−1/t}. No
+                    mean of e^s can be less, so e^{−1/t} is used instead of what is left.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
@@ -368,12 +369,14 @@ class ContrastiveLoss(nn.Module):
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
 # A rule maps logits (a, any number) to log weights of the same shape. Its parameters are filled in
 # by name. They can be
-#     logits      those to weigh: of candidates, or of positives when they are debiased
+#     logits      the logits to weigh, those of candidates, or those of positives, whose weights
+#                 debiasing needs
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
-#     t           the temperature. If it is learned, the option `temperature` would turn blocks off
+#     t           the temperature. Take it from here. If it is learned, a rule that takes the option
+#                 `temperature` instead would turn blocks off
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -459,8 +462,9 @@ def transported(
     totals, and so the totals of the candidates differ, too.
         w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
     logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
-    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all rows and columns have equally many
-    entries, as in a batch. "sqeuclidean" with g = 0 is `tilted` with β = t/ε.
+    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all anchors have equally many
+    candidates, and all candidates equally many anchors, as in a batch. "sqeuclidean" with g = 0 is
+    `tilted` with β = t/ε.
     Ref: [2] Eq. 5, Lemma 3. Its Eq. 7 omits e^{g_j}."""
     # a masked logit becomes a cosine of −2, where costs are finite, and `uniform` masks it again
     cosines = t * logits.clamp_min(-2 / t)
@@ -507,7 +511,7 @@ def weigh(pos, neg, n, anchors, shared, options):
     """Answer question 2. Return three results:
         log weights (a, N) of candidates
         the log of the sum of these weights (a,), or None if nothing is debiased
-        log weights (a, M) of positives, or None if there is nothing to debias with several
+        log weights (a, M) of positives, or None if nothing is debiased or there is one positive
     The rule weighs a positive like a candidate with the same logit, and with a potential of 0.
     Weights of positives are not scaled, since `debias` divides them by their sum."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
@@ -649,6 +653,9 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without candidates   −1e30     finite    the floor
 #     without positives    finite    −1e30     what is left; `answer` makes its loss 0
 #     without both         −1e30     −1e30     anything finite; `answer` makes its loss 0
+#     all dropped by a     finite    finite    anything finite; the log of its sum of weights is
+#     rule                                     −1e30, and brings the result below FAR
+# TestDebiased and TestExtremes go through these cases, with gradients.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -657,8 +664,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). The results are
     the log of what is left (a,), and a boolean tensor (a,) that is True where the floor applies.
     The floor is the e^s of the cosine −1, and no mean can be below it. Where it applies, the result
-    has a gradient in t alone. Ref: [1] Eq. 2. The code in Fig. 5 of [1] bounds a sum of N terms.
-    The right floor of that is N e^{−1/t}. The figure prints e^{−1/t}."""
+    has a gradient in t alone. Ref: [1] Eq. 2. The code in Fig. 5 of [1] bounds the sum of N terms
+    by e^{−1/t}. That is too low by the factor N, as a sum of N terms is at least N e^{−1/t}."""
     log_false = tau_plus.log() + log_mean_pos
     nothing_left = log_false >= log_mean
     # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
@@ -690,13 +697,15 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
 # For two views of three samples, a1 a2 a3 and b1 b2 b3, the logits of a batch are this matrix. A
 # row is an anchor and a column is a candidate. The columns of the anchor's own sample are masked
-# (−), as they are in `own`. The logit of its positive is kept apart, in `pos`.
+# (−), and `own` lists these columns. The logit of its positive is kept apart, in `pos`.
 #              a1  a2  a3  b1  b2  b3     pos
 #         a1   −   s   s   −   s   s      a1·b1
 #         a2   s   −   s   s   −   s      a2·b2
 #         …
 #         b3   s   s   −   s   s   −      b3·a3
 # If `negatives` are given, they are the columns, and the rows are a1 a2 a3.
+# TestContrastiveLoss and TestNamedPositives compare losses and gradients with the oracle, under
+# random masks, labels, margins and indices.
 
 
 class _Anchors(NamedTuple):
@@ -731,7 +740,7 @@ class _Shared(NamedTuple):
     potential: Tensor | None = None  # (N,), if candidates and anchors are coupled
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
-    batch: bool = False  # the candidates are the views, so the logits of all are symmetric
+    batch: bool = False  # anchors and candidates are the same rows, so the logits are symmetric
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
@@ -808,7 +817,7 @@ def _line_up(options, views, given):
 
 
 def _each_once(index):
-    """Replace by −1 what a row of index (B, P) repeats, so that it counts once."""
+    """Keep one of equal entries in each row of index (B, P). The others become −1."""
     ordered, order = index.sort(1)
     ordered[:, 1:].masked_fill_(ordered.diff(dim=1) == 0, -1)
     return ordered.scatter(1, order, ordered)  # in the order that was given
@@ -888,7 +897,7 @@ def _statistics(anchors, shared, options):
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
     size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
     return {
-        "clamped": (n.new_zeros(()) + found.lacking[2]) / len(n),  # lacking can hold numbers
+        "clamped": (n.new_zeros(()) + found.lacking[2]) / len(n),  # it can be a plain 0
         "ess": (size / n).nanmean(),
         "positive": positive.nanmean(),
         "negative": negative.nanmean(),
@@ -910,6 +919,7 @@ def _statistics(anchors, shared, options):
 #         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
 #     plan = torch.exp(f[:, None] + log_kernel + g) / A
 # Here the matrix comes in blocks of rows, so that a large one need not be stored.
+# TestSinkhorn checks the totals under random masks, and TestGather that all ranks find one plan.
 
 
 def sinkhorn(
@@ -923,9 +933,9 @@ def sinkhorn(
     as a list, say. An entry is MASKED where i and j must not be coupled. → f (A,), g (N,), error.
     If the kernel has a gradient, each step keeps 2·A·N numbers in memory.
 
-    A and N leave out rows and columns that are all masked. Sinkhorn stops when the error
-    Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is 1e-5, and 1e-12 in float64.
-    After max_steps it stops with a warning.
+    Rows and columns without any unmasked entry have no share of P, and are not counted in A and N.
+    Sinkhorn stops when the error Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is
+    1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
     f = g = (f + g) / 2 [10], and fewer steps are needed. If the kernel is not symmetric, the mean
@@ -935,9 +945,9 @@ def sinkhorn(
     entry to 0 in every coupling, although it is not masked itself. They take many steps, too.
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. A step multiplies the error by up
-    # to μ², where μ is the second singular value of √(AN) P. A symmetric step multiplies the error
-    # along an eigenvector of A·P with eigenvalue μ by (μ² − μ)/2. That is within ±1/8 for μ from
-    # −0.2 to 1.
+    # to μ², where μ is the second singular value of √(AN) P. In a symmetric step the error along an
+    # eigenvector of A·P, with eigenvalue λ, gets the factor (λ² − λ)/2. That is within ±1/8 for λ
+    # from −0.2 to 1.
     # With entries that masks force to 0 the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1038,8 +1048,8 @@ def mine(
     normalize       compare by cosines. With False it compares by inner products, and `scores`
                     returns these.
     group           A process group of torch.distributed, whose ranks share the work. All of them
-                    pass the same arguments. Each searches for a share of the queries, and gets the
-                    rows for all.
+                    pass the same arguments. Each rank answers a share of the queries, and all ranks
+                    get the results of all queries.
     To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
     whichever is more."""
@@ -1153,7 +1163,7 @@ def _warn_of(lacking, a, options):
     if no_candidate == a:
         _warn(f"None of {a} anchors has a candidate. Check labels, masks and positive_index.")
     if options["tau_plus"] and 2 * clamped > a:
-        _warn("Debiasing leaves most anchors nothing. Raise temperature or lower tau_plus.")
+        _warn("Debiasing takes its floor for most anchors. Raise temperature or lower tau_plus.")
 
 
 def _block_size(anchors, shared, options):
@@ -1185,7 +1195,9 @@ def _in_blocks(anchors, shared, options, size):
     if found is None:  # a function of the user's has parameters, so autograd does it all
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
-    inputs = _learned(anchors + shared)  # gradient k of `_run_blocks` is that of input k
+    # `_learned` goes through the fields in their order, here and in `_run_blocks`, so gradient k
+    # belongs to input k
+    inputs = _learned(anchors + shared)
     if summed:
         return _Summed.apply(value.sum(), gradients, *inputs), lacking
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
@@ -1193,8 +1205,9 @@ def _in_blocks(anchors, shared, options, size):
 
 
 def _run_blocks(anchors, shared, options, size, grad_losses):
-    """Compute losses (A,), what they lack, and the gradient of grad_losses · losses, by blocks.
-    None if a function of the user's learns something, whose gradient this would not see."""
+    """Compute losses (A,), what they lack, and the gradients of grad_losses · losses, by blocks.
+    If a function of the user's learns something, its gradient would be missing here. Then the
+    result is None."""
     # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
     losses, lacking = torch.empty_like(anchors.scaled[:, 0]), [0, 0, 0]
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
@@ -1225,6 +1238,7 @@ def _copy(part):
 
 
 def _learned(part):
+    """List the tensors that get a gradient, in the order of the fields."""
     return [x for x in part if torch.is_tensor(x) and x.requires_grad]
 
 
@@ -1329,8 +1343,9 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 
 def _share(n, group):
-    """List the rows of n that this rank works on. All ranks get equally many, as the first rows
-    can come again at the end. So `gather(results, group)[:n]` has the results of all rows."""
+    """List the rows of n that this rank works on. If the ranks do not divide n, the first rows come
+    again at the end, so that all ranks get equally many. So `gather(results, group)[:n]` has the
+    results of all rows."""
     ranks = distributed.get_world_size(group)
     rows = torch.arange(-(-n // ranks) * ranks) % n
     return rows.chunk(ranks)[distributed.get_rank(group)]
@@ -1866,7 +1881,8 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     followers = _unwrapped(follower).state_dict(keep_vars=True)
     # layers can share a tensor, which must move once
     for value, name in dict(map(reversed, followers.items())).items():
-        target = leaders.get(name, value[None])  # a missing name gets a wrong shape, an error below
+        # for a missing name take a wrong shape, so that the check below raises
+        target = leaders.get(name, value[None])
         _require(
             target.shape == value.shape, "leader", "different", f"like the follower, with {name}"
         )
@@ -2186,6 +2202,8 @@ class Game(nn.Module):
 #     after_step() → figures or None
 # index (B,) has the places of the images in the training set. Figures are a dict of numbers to
 # report. While a method trains alone, before the encoder begins, encoder and loss are None.
+# TestTraining and training/test_ranks.py check that a resumed run, and a run over ranks, are the
+# same run to the last bit or up to rounding.
 
 
 class SimCLR(nn.Module):
@@ -2316,13 +2334,14 @@ class DiffHard(SimCLR):
 
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
-    """Save memory by embedding about `micro_batch` samples at a time → a function in the encoder's
-    place. Call it with tensors, dicts of tensors and keywords, whose rows are samples. The samples
-    are split evenly. BatchNorm cannot train on a single sample. So with a micro_batch of 2 an odd
-    batch has one part of three samples. With 1 every part is one sample. The backward pass embeds
-    the samples again, with the same randomness. The gradient is exact. But BatchNorm in training
-    mode normalises each micro-batch by itself, and updates its statistics twice. If you use
-    DistributedDataParallel, call this function inside the module that you wrap. Ref: [11]"""
+    """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
+    time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
+    samples. The samples are split evenly. BatchNorm cannot train on a single sample. So with a
+    micro_batch of 2 an odd batch has one part of three samples. With 1 every part is one sample.
+    The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
+    BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
+    twice. If you use DistributedDataParallel, call this function inside the module that you wrap.
+    Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
     def in_parts(*inputs, **named):
@@ -2408,11 +2427,12 @@ class Training:
     seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
                    to rounding.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
-                   have the same images, and encoders and methods with the same weights. They stay
-                   the same. If ranks can share batches evenly, any number of them makes the same
-                   run up to rounding. But on a CPU BatchNorm sees the share of its rank, and on a
-                   GPU the whole batch. If ranks cannot share evenly, batches differ by a few
-                   images, and an epoch leaves out up to ranks − 1 images, other ones each time.
+                   have the same images, and encoders and methods with the same weights. Training
+                   keeps these weights equal. If ranks can share batches evenly, any number of them
+                   makes the same run up to rounding. But on a CPU BatchNorm sees the share of its
+                   rank, and on a GPU the whole batch. If ranks cannot share evenly, batches differ
+                   by a few images, and an epoch leaves out up to ranks − 1 images, other ones each
+                   time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 

@@ -884,7 +884,7 @@ class TestDebiased:
     def test_a_warning_names_the_callers_line(self):
         x, module = torch.eye(4), hardneg.ContrastiveLoss("debiased", tau_plus=0.5)
         for call in (partial(contrastive_loss, loss="debiased", tau_plus=0.5), module):
-            with pytest.warns(UserWarning, match="leaves most anchors") as said:
+            with pytest.warns(UserWarning, match="floor for most anchors") as said:
                 call(x, x)
             assert said[0].filename == __file__
 

@@ -101,6 +101,11 @@ class TestReadme:
             said = [any(comment.startswith(line) for comment in comments) for line in lines]
             assert lines and all(said), error or lines
 
+    def test_tests_that_the_file_names_exist(self):
+        tests = (HERE / "test_hardneg.py").read_text()
+        named = set(re.findall(r"\bTest[A-Z]\w+", (HERE / "hardneg.py").read_text()))
+        assert len(named) > 5 and all(f"class {name}:" in tests for name in named)
+
     def test_the_header_names_what_each_section_has(self):
         source = (HERE / "hardneg.py").read_text()
         code = re.split(r"^# ---- \d+\. ", source, flags=re.M)[1:]
