@@ -255,7 +255,8 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. If positives were drawn in the same way, let q_i be the
                     probability of the positive of anchor i. The right correction divides e^s by
-                    q_j, and e^p by q_i. `nce` depends only on e^s / e^p. So pass log q_i − log q_j.
+                    K q_j, and e^p by K q_i. `nce` depends only on e^s / e^p, so K cancels. Pass
+                    log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. In the objective ppcl they are positives
                     of each other, as they are for a single view without positive_index. Every
@@ -479,7 +480,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights got logits of some anchors. Log weights of all go in log_weights=")
+        error.add_note("weights gets the logits of a block. A fixed matrix goes in log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -653,7 +654,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without candidates   −1e30     finite    the floor
 #     without positives    finite    −1e30     what is left; `answer` makes its loss 0
 #     without both         −1e30     −1e30     anything finite; `answer` makes its loss 0
-#     all dropped by a     finite    finite    anything finite; the log of its sum of weights is
+#     all dropped by a     about 0   finite    anything finite; the log of its sum of weights is
 #     rule                                     −1e30, and brings the result below FAR
 # TestDebiased and TestExtremes go through these cases, with gradients.
 
@@ -847,10 +848,11 @@ def who(anchors, shared, options):
 @torch.no_grad()
 def _mask_(neg, pos, anchors, shared, options):
     """Mask the logits (a, N) of what is no negative, in place.
-    Autograd does not see this change. It is safe under two rules. First, no operation before this
-    may have saved neg for its backward pass, as neg.square() would. Second, whatever comes after
-    this must have no gradient at masked logits. A softmax has none there. Any other function needs
-    a copy in which masked_fill has set them to a constant."""
+    Autograd does not record this change. It is safe under two rules. First, no operation before
+    this may have saved neg for its backward pass, as neg.square() would. That raises an error in
+    the backward pass. Second, whatever comes after this must have no gradient at masked logits. If
+    it has one, nothing tells you. A softmax has none there. Any other function needs a copy in
+    which masked_fill has set them to a constant."""
     # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
     # for j but not j for i, name it in `symmetric` of `_couple`, too.
     _drop_(neg, anchors.own, shared.batch)
@@ -1313,7 +1315,8 @@ def _over_ranks(value, count, group):
 class _Gather(torch.autograd.Function):
     """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
     As the backward pass communicates, all ranks must make the same calls in the same order. In each
-    call the tensors of all ranks have the same shape and the same requires_grad."""
+    call the tensors of all ranks have the same shape and the same requires_grad. The loss of every
+    rank must depend on the result, if only with a gradient of 0."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1473,7 +1476,7 @@ def resolve(given):
     options = DEFAULTS | given
     for name, value in given.items():
         if name not in DEFAULTS:
-            raise TypeError(f"there is no option {name!r}{_nearest(name, DEFAULTS)}")
+            raise TypeError(f"there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
         if value is not None or DEFAULTS[name] is not None:
             _check_option(name, value)
     of_loss = PRESETS[options["loss"]]
@@ -1492,7 +1495,7 @@ def resolve(given):
     return options
 
 
-def _nearest(name, known):
+def did_you_mean(name, known):
     """Name what was perhaps meant."""
     similar = difflib.get_close_matches(str(name), map(str, known), 1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
@@ -1507,14 +1510,14 @@ def _check_option(name, value):
     elif callable(value) and name in ("weights", "objective"):
         return
     elif not (isinstance(value, str | bool) and value in allowed):
-        _require(False, name, _describe(value), _words_of(allowed) + _nearest(value, allowed))
+        _require(False, name, _describe(value), _words_of(allowed) + did_you_mean(value, allowed))
 
 
 def _check_number(name, value, low, high=10**18):
     """Check a number in [low, high]. It has to be whole if high is an int."""
     kind = numbers.Integral if isinstance(high, int) else numbers.Real
     if not (isinstance(value, kind) and low <= value <= high):
-        # only here, as compiled code has no repr of a number that varies
+        # described only if it fails, as torch.compile cannot trace repr() of a number that varies
         _require(False, name, _describe(value), _words_of([low, high]))
 
 
@@ -1901,7 +1904,8 @@ def _unwrapped(network):
 
 @torch.no_grad()
 def _average(tensors, group):
-    """Replace float32 tensors by their means over the ranks, in one message."""
+    """Replace float32 tensors by their means over the ranks, in one message.
+    So all ranks need a gradient of the same parameters."""
     if group is None or not tensors:
         return
     flat = torch.cat([x.flatten() for x in tensors])
@@ -2153,8 +2157,8 @@ class Game(nn.Module):
         """Let D take a step to tell real images x from generated ones, then G a step to deceive D.
             d_loss = E max(0, 1 − D(x)) + E max(0, 1 + D(G(z)))    g_loss = −E D(G(z))
 
-        images    Real images (B, 3, size, size). The first batch_size of them are used, over all
-                  ranks of the group.
+        images    Real images (B, 3, size, size). The first batch_size of them are used. With a
+                  group each rank uses its first batch_size // ranks, but one at least.
         read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
 
         The result is a dict of d_loss and g_loss. A loss that is not finite raises
@@ -2179,7 +2183,8 @@ class Game(nn.Module):
         """Move G_ema towards G. Ref: [3] Eq. 7"""
         follow(self.G_ema, self.G, self.momentum)
         # The singular vectors of spectral norms are averages now, so they are shorter than 1.
-        # Computing a weight takes a power iteration, which gives the vectors length 1 again.
+        # Computing a weight in train mode takes a power iteration, which gives the vectors length 1
+        # again. G_ema is always in train mode.
         for module in self.G_ema.modules():
             if hasattr(module, "parametrizations"):
                 module.parametrizations.weight()
@@ -2279,9 +2284,9 @@ class DiffHard(SimCLR):
     A batch has real and generated images. The game takes its turn every few steps of the encoder.
 
     criterion    Its objective has to be ppcl, unless the game makes no pairs.
-    game         A Game of the size of the images. The figures are those of the loss, and in a turn
-                 of the game those of `Game.imitate`.
+    game         A Game of the size of the images.
 
+    The figures are those of the loss. In a turn of the game those of `Game.imitate` are added.
     Ref: [3] Algorithm 1"""
 
     def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
@@ -2415,8 +2420,8 @@ class Training:
 
     encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
     images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
-                   the CPU. You can also pass an object with len(images), images.shape and
-                   images.device, if images[index] is a tensor of the rows at an index (B,).
+                   the CPU. You can also pass an object with len(images) and images.device, if
+                   images[index] is a tensor of the rows at an index (B,).
     method         A SimCLR, Bank or DiffHard, or a method of your own.
     recipe         A row of RECIPES.
     schedules      Functions that give options of the loss from the progress in [0, 1], such as
@@ -2430,9 +2435,9 @@ class Training:
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks can share batches evenly, any number of them
                    makes the same run up to rounding. But on a CPU BatchNorm sees the share of its
-                   rank, and on a GPU the whole batch. If ranks cannot share evenly, batches differ
-                   by a few images, and an epoch leaves out up to ranks − 1 images, other ones each
-                   time.
+                   rank, and on a GPU the whole batch. If ranks cannot share evenly, a batch can
+                   have a few images more or fewer than in one process. An epoch then leaves out up
+                   to ranks − 1 images, other ones each time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
@@ -2547,10 +2552,10 @@ class Training:
             if encoder is not None:
                 _descend(loss, self.optimizer, "encoder", read, self.group)
                 figures = {"loss": loss.detach()} | figures | options
-            if self.group is not None:
+            figures |= self.method.after_step() or {}
+            if self.group is not None:  # so that after each step all ranks have the same state
                 for network in (self.encoder, self.method):
                     _average(_running(network), self.group)
-            figures |= self.method.after_step() or {}
         return figures | {"images": len(index) * self.ranks}
 
     def state_dict(self) -> dict:

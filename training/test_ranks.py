@@ -98,7 +98,7 @@ def without_batches(network):
 
 
 def method_of(name, encoder, pixels):
-    """Make a method without BatchNorm."""
+    """Make a method for small images."""
     criterion = hardneg.ContrastiveLoss("hcl", temperature=0.3)
     method = hardneg.SimCLR(criterion)
     if name == "bank":
@@ -110,7 +110,6 @@ def method_of(name, encoder, pixels):
     if name == "diffhard":
         game = hardneg.Game(8, width=2, latent=4, pretrain=1, every=2, batch_size=12)
         method = hardneg.DiffHard(hardneg.ContrastiveLoss("ppcl"), game)
-    without_batches(method)
     return method
 
 
@@ -129,6 +128,7 @@ def train_a_little(name, norm, dtype, options, group):
     pixels = torch.randint(0, 256, (48, 3, 8, 8)).to(dtype) / 255
     encoder = Small(norm and norm(8))
     method = method_of(name, encoder, pixels)
+    without_batches(method)
     settings = {"epochs": 2, "batch_size": 12, "lr": 1e-3, "bfloat16": False, "group": group}
     training = Training(encoder, pixels, method, **settings | options)
     encoder.to(dtype)
@@ -140,6 +140,19 @@ def train_a_little(name, norm, dtype, options, group):
     return losses, torch.cat(flat)
 
 
+def stay_equal(name, group):
+    """Train with BatchNorm as it is. After every step all ranks have the same state."""
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (48, 3, 8, 8)).byte()
+    encoder = Small(nn.BatchNorm2d(8))
+    method = method_of(name, encoder, pixels)
+    for _ in Training(encoder, pixels, method, epochs=1, batch_size=12, group=group):
+        state = [*encoder.state_dict().values(), *method.parameters(), *method.buffers()]
+        flat = torch.cat([x.detach().flatten().double() for x in state])
+        for other in hardneg.gather(flat[None], group):
+            assert torch.equal(other, flat), name
+
+
 def train_as_a_rank(rank, ranks, folder):
     """Train all cases in one of several processes."""
     torch.set_num_threads(1)
@@ -148,6 +161,8 @@ def train_as_a_rank(rank, ranks, folder):
     group = distributed.group.WORLD
     found = [train_a_little(*case, group) for *case, error in CASES]
     torch.save(found, folder / f"{rank}.pt")
+    for name in METHODS:
+        stay_equal(name, group)
     torch.manual_seed(0)
     encoder = Small(nn.SyncBatchNorm(8, process_group=group))
     pixels = torch.randint(0, 256, (7, 3, 8, 8)).byte()
