@@ -1,5 +1,8 @@
-"""Train an encoder without labels, and measure what it has learned:
+"""Train an encoder without labels, and measure what it has learned.
+
 python train.py --loss hard --alpha 0.3
+python train.py --compare simclr hcl hard --seeds 3
+torchrun --nproc-per-node 2 train.py --data FOLDER        in two processes
 
 It prints how well raw pixels, an untrained and the trained encoder tell the classes apart. It
 writes report.html, results.json and checkpoint.pt. From Python you can call
@@ -13,6 +16,7 @@ import sys
 import time
 import warnings
 from collections import namedtuple
+from collections.abc import Iterable
 from pathlib import Path
 
 # Threads that wait for work sleep. If they span, another job beside this one would slow it down.
@@ -38,7 +42,8 @@ METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier one
 
 # The columns of FLAGS are
-#     taker    who takes the option: the loss, the method, the images, the training or the run
+#     taker    who takes the option: the loss, the method, the images, the training or the run; what
+#              the command takes may change when a run goes on
 #     default  None leaves it to TABLES, to the loss, or to the taker
 #     kind     a type, or the choices
 #     text     the sentence of --help
@@ -91,7 +96,7 @@ FLAGS |= {
     "latent": Flag("method", 64, int, "Dimensions of a latent", "diffhard"),
     "data": Flag("images", "shapes", str, f"Images: {KNOWN}"),
     "root": Flag(
-        "free", "data", str, "Folder to which torchvision downloads", " ".join(TORCHVISION)
+        "command", "data", str, "Folder to which torchvision downloads", " ".join(TORCHVISION)
     ),
     "fraction": Flag("images", 1.0, float, "Share of each class to train on", "", (1e-9, 1)),
     "validation": Flag(
@@ -100,7 +105,7 @@ FLAGS |= {
         bool,
         "Measure on held-out training images instead of test images, to choose settings",
     ),
-    "size": Flag("images", None, int, "Side in pixels; else their own, up to 96", "", (8, 1024)),
+    "size": Flag("images", None, int, "Side in pixels (default theirs, up to 96)", "", (8, 1024)),
     "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "The network"),
     "views": Flag("run", "default", VIEWS, "Random changes of an image; small [1], coloured [4]"),
     "labels": Flag(
@@ -114,15 +119,16 @@ FLAGS |= {
     "micro_batch": Flag("training", None, int, "Views in one pass, to save memory", "", (2, 1e9)),
     "lr": Flag("training", None, float, "Peak learning rate, above 0"),
     "seed": Flag("training", 0, int, "Seed of weights, order and views", "", (0, 1e9)),
-    "compile": Flag("free", False, bool, "Compile the encoder, which pays on a GPU in long runs"),
-    "device": Flag("free", ranks.device(), str, "cpu, cuda:1, …"),
-    "cache": Flag("free", None, Path, "Folder of decoded images; if not given ~/.cache/hardneg"),
-    "out": Flag("free", None, Path, "Output folder; if not given runs/DATA-METHOD-LOSS-SEED"),
-    "report": Flag("free", True, bool, "End with pictures of what was learned, in OUT/report.html"),
-    "overwrite": Flag("free", False, bool, "Replace the run in OUT, finished or stopped"),
+    "compile": Flag("command", False, bool, "Compile the encoder, for long runs on a GPU"),
+    "device": Flag("command", ranks.device(), str, "cpu, cuda:1, …"),
+    "cache": Flag("command", None, Path, "Folder of decoded images (default ~/.cache/hardneg)"),
+    "out": Flag("command", None, Path, "Output folder (default runs/DATA-METHOD-LOSS-SEED)"),
+    "report": Flag("command", True, bool, "End with pictures, in OUT/report.html"),
+    "overwrite": Flag("command", False, bool, "Replace the run in OUT, finished or stopped"),
 }
 FACTS = "loss method data seed epochs device".split()  # of results.json
-BRIEF = "loss temperature alpha beta method data encoder epochs batch_size out overwrite".split()
+# --help explains these, and --help-all the others, too
+FIRST = "loss temperature alpha beta method data epochs out overwrite".split()
 
 
 def users_of(name: str) -> str:
@@ -164,43 +170,55 @@ class Options(argparse.Namespace):
 
     def of_the_run(self) -> dict:
         """List the options that have to stay the same if the run goes on after a stop."""
-        fixed = [name for name in FLAGS if FLAGS[name].taker != "free" and self.has_effect(name)]
+        fixed = [name for name in FLAGS if FLAGS[name].taker != "command" and self.has_effect(name)]
         return {name: getattr(self, name) for name in fixed if getattr(self, name) is not None}
+
+
+def one_of(known: Iterable[str], word: str) -> str:
+    """Return a choice of the command line, if it is known."""
+    if word not in known:
+        meant = hardneg.did_you_mean(word, known)
+        raise argparse.ArgumentTypeError(f"{word} is not one of {', '.join(known)}{meant}")
+    return word
 
 
 def parse(argv: list[str]) -> dict:
     """Parse a command line → the options that it gives."""
     parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
-    parser.description = __doc__.split("\n\n")[0]
-    parser.epilog = """To train in several processes, write torchrun --nproc-per-node 2 in place of
-    python. [1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__.split("\n\nIt prints")[0]
+    parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
     parser.add_argument("--help-all", action="help", help="Explain all options")
-    either = parser.add_mutually_exclusive_group()
-    either.add_argument(
-        "--compare",
-        nargs="+",
-        choices=hardneg.PRESETS,
-        metavar="LOSS",
-        help="Train with each of these losses, and compare them",
-    )
-    parser.add_argument("--seeds", type=int, help="Runs of each loss (default 3)")
+    first = parser.add_argument_group("most used")
+    either = first.add_mutually_exclusive_group()
+    losses = {"type": functools.partial(one_of, hardneg.PRESETS), "nargs": "+", "metavar": "LOSS"}
+    either.add_argument("--compare", **losses, help="Train with these losses, and compare them")
+    first.add_argument("--seeds", type=int, help="Runs of each loss in --compare (default 3)")
+    groups = dict.fromkeys(FIRST, first) | {"loss": either}
     for name, flag in FLAGS.items():
-        more = {"type": flag.kind, "metavar": getattr(flag.kind, "__name__", "").upper()}
         if flag.kind is bool:
             more = {"action": argparse.BooleanOptionalAction}
-        elif not isinstance(flag.kind, type):
-            more = {"choices": flag.kind}
+        elif isinstance(flag.kind, type):
+            more = {"type": flag.kind, "metavar": flag.kind.__name__.upper()}
+        else:
+            more = {"type": functools.partial(one_of, flag.kind), "choices": flag.kind}
         known = [] if flag.default in (None, False) else [f"{flag.default}"]
         for table in TABLES:
             known += [f"{row[name]} for {of}" for of, row in table.items() if name in row]
         users = f"; used by {users_of(name)}" if flag.of else ""
         default = f" (default {', '.join(known)})" if known else ""
         more["help"] = f"{flag.text}{users}{default}".replace("%", "%%")
-        if name not in BRIEF and "--help-all" not in argv:
+        if name not in FIRST and "--help-all" not in argv:
             more["help"] = argparse.SUPPRESS
-        group = either if name == "loss" else parser
+        title = f"for the {flag.taker}"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        group = groups.get(name, groups[title])
         group.add_argument(flag_of(name), default=None, **more)
-    return {name: x for name, x in vars(parser.parse_args(argv)).items() if x is not None}
+    found, unknown = parser.parse_known_args(argv)
+    for word in unknown:
+        parser.error(f"there is no {word}{hardneg.did_you_mean(word, map(flag_of, FLAGS))}")
+    return {name: x for name, x in vars(found).items() if x is not None}
 
 
 # ---- One run, from images to a table -----------------------------------------------------------
@@ -328,11 +346,8 @@ def act(given: dict) -> None:
     rows = [Options(**given | {"loss": loss}) for loss in dict.fromkeys(losses)]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
-            cause, users = "loss", FLAGS[name].of.split()
-            if users[-1] in METHODS | TORCHVISION:
-                cause = "method" if users[-1] in METHODS else "data"
-            chosen = dict.fromkeys(f"--{cause} {getattr(row, cause)}" for row in rows)
-            reason = f"{', '.join(chosen)}. It is for {users_of(name)}."
+            losses = ", ".join(row.loss for row in rows)
+            reason = f"--method {rows[0].method} and --loss {losses}. It is for {users_of(name)}."
             print(f"{flag_of(name, value)} has no effect with {reason}")
     for row in rows:
         check(row)

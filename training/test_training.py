@@ -594,25 +594,29 @@ DEFAULTS = """
 """
 # a command | what it says of flags without effect
 IDLE = """
---loss simclr --beta 2 | --beta has no effect with --loss simclr. It is for hcl.
---loss simclr --anneal | --anneal has no effect with --loss simclr. It is for hcl.
---loss hcl --no-lead-in | --no-lead-in has no effect with --loss hcl. It is for hard, hard-simple.
---loss simple --temperature 1 | --temperature has no effect with --loss simple. It is for simclr, \
-debiased, hcl, ot, hard, ppcl, supcon.
+--loss simclr --beta 2 | --beta has no effect with --method simclr and --loss simclr. It is for hcl.
+--loss simclr --anneal | --anneal has no effect with --method simclr and --loss simclr. It is for \
+hcl.
+--loss hcl --no-lead-in | --no-lead-in has no effect with --method simclr and --loss hcl. It is \
+for hard, hard-simple.
+--loss simple --temperature 1 | --temperature has no effect with --method simclr and --loss \
+simple. It is for simclr, debiased, hcl, ot, hard, ppcl, supcon.
 --loss triplet --epsilon 1 --weights transported |
---momentum .5 | --momentum has no effect with --method simclr. It is for bank, queue, diffhard.
+--momentum .5 | --momentum has no effect with --method simclr and --loss hcl. It is for bank, \
+queue, diffhard.
 --loss simple --weights tilted --temperature 1 |
 --compare hcl hard --alpha .3 |
---compare hcl ot --alpha .3 | --alpha has no effect with --loss hcl, --loss ot. It is for hard, \
-hard-simple.
---method queue --labels | --labels has no effect with --method queue. It is for simclr, bank, clae.
+--compare hcl ot --alpha .3 | --alpha has no effect with --method simclr and --loss hcl, ot. It \
+is for hard, hard-simple.
+--method queue --labels | --labels has no effect with --method queue and --loss hcl. It is for \
+simclr, bank, clae.
 --loss ppcl --tau-plus .1 | Without labels, ppcl of --loss ppcl is the same as nce.; If the images \
 have classes, --labels gives them to the loss.
 --loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
 --loss supcon --labels |
 --method diffhard |
---root there | --root has no effect with --data shapes. It is for cifar10, cifar100, stl10, svhn, \
-fashion-mnist.
+--root there | --root has no effect with --method simclr and --loss hcl. It is for cifar10, \
+cifar100, stl10, svhn, fashion-mnist.
 --root there --data svhn |
 --micro-batch 64 |
 --batch-size 8 --micro-batch 16 | --micro-batch has no effect, as a batch has no more views than \
@@ -777,8 +781,11 @@ class TestBuild:
 
 # a command | what it complains of
 MISTAKES = """
---loss hrad | invalid choice: 'hrad'
---tempreature 1 | unrecognized arguments: --tempreature
+--loss hrad | argument --loss: hrad is not one of simclr, debiased, hcl
+--loss hrad | did you mean 'hard'?
+--compare hcl hrad | did you mean 'hard'?
+--tempreature 1 | there is no --tempreature; did you mean '--temperature'?
+hard | there is no hard
 --lr 0 | lr is 0
 --micro-batch 0 | --micro-batch is 0
 --tau-plus 1 | tau_plus is 1
