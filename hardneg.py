@@ -988,7 +988,7 @@ def _zero_if_masked(x):
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows, so they stop at the same step.
     On a GPU the error is looked at in every eighth step only, since the host waits for it."""
-    if step % 8 > 0 and step < max_steps and not _may_read(error):
+    if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
@@ -1010,13 +1010,13 @@ def _couple(anchors, shared, group, options):
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
-    blocks = anchors.blocks(max(1, _pairs_in_a_block(anchors) // shared.n))
-    kernel = functools.partial(map, kernel_of, blocks)
+    size = max(1, _pairs_in_a_block(anchors) // shared.n)
+    kernel = functools.partial(map, kernel_of, anchors.blocks(size))
     has_gradient = torch.is_grad_enabled() and not options["detach_weights"]
-    if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
-        stored = list(kernel())
-        kernel = functools.partial(iter, stored)
-    return sinkhorn(kernel, symmetric)[1]  # if they are not stored, each step computes them again
+    with torch.set_grad_enabled(has_gradient):
+        if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
+            kernel = functools.partial(iter, list(kernel()))  # stored
+        return sinkhorn(kernel, symmetric)[1]  # what is not stored, each step computes again
 
 
 # ---- 6. Finding: which samples to take as negatives --------------------------------------------
@@ -1081,20 +1081,25 @@ def mine(
             anchors = anchors.of(_share(n, group))
         shared = _Shared(1.0, size, documents, positives_by_index=True)
         options = resolve({"absolute_margin": absolute_margin, "relative_margin": relative_margin})
-        parts = []
-        for some in anchors.blocks(max(64, 2**22 // size)):
+        # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
+        nearest = queries.new_full((len(anchors.scaled), k + skip), -INF)
+        index = nearest.long()
+        rows = max(64, 2**22 // size)
+        parts = anchors.blocks(rows), nearest.split(rows), index.split(rows)
+        for some, values, places in zip(*parts, strict=True):
             cosines = who(some, shared, options)[1]  # (a, N)
             if labels is not None:
                 labels = torch.as_tensor(labels, device=device)
                 for column in some.own.unbind(1):  # (a,)
                     of_label = labels[column, None] == labels
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
-            parts.append(cosines.topk(min(k + skip, size)))
-    nearest, index = (gather(torch.cat(x), group)[:n, skip:] for x in zip(*parts, strict=True))
-    to_k = 0, k - index.shape[1]  # columns to add, if there are too few documents
-    index = F.pad(index.masked_fill(nearest < FAR, -1), to_k, value=-1)
-    nearest = F.pad(nearest.masked_fill(nearest < FAR, -INF), to_k, value=-INF)
-    return (index, nearest) if scores else index
+            values[:, :size], places[:, :size] = cosines.topk(min(k + skip, size))
+    nearest, index = (gather(x, group)[:n, skip:] for x in (nearest, index))
+    index = index.masked_fill(nearest < FAR, -1)
+    nearest = nearest.masked_fill(nearest < FAR, -INF)
+    if scores:
+        return index, nearest
+    return index
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
@@ -1323,7 +1328,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         ranks = distributed.get_world_size(group)
         everything = x.new_empty(ranks * len(x), *x.shape[1:])
-        distributed.all_gather(list(everything.chunk(ranks)), x, group)
+        distributed.all_gather_into_tensor(everything, x, group)
         return everything
 
     @staticmethod
@@ -1545,8 +1550,8 @@ def _check_call(options, views, given):
         if positive_index is not None:
             raise InvalidArgument("positive_index names rows of negatives, but there are none.")
     else:
-        a, n = b, _check_negatives(negatives, views, options, labels, group)
-        k = n
+        a = b
+        n = k = _check_negatives(negatives, views, options, labels, group)
     if labels is not None:
         _check_tensor(
             "labels", labels, "", (b + k,), hint=f" for {b} samples and {k} rows of negatives"
@@ -1610,8 +1615,9 @@ def _check_tensor(name, x, kind, *shapes, hint=""):
 
 
 def _is_like(shape, wanted):
-    fits = [a == b or (isinstance(b, str) and a) for a, b in zip(shape, wanted, strict=False)]
-    return len(shape) == len(wanted) and all(fits)
+    return len(shape) == len(wanted) and all(
+        a == b or isinstance(b, str) and a for a, b in zip(shape, wanted, strict=True)
+    )
 
 
 def _check_index(name, index, n, length):
@@ -1645,8 +1651,7 @@ def _check_finite(name, x):
 def _describe(x):
     if torch.is_tensor(x):
         return f"{x.dtype} {tuple(x.shape)}"
-    words = repr(x)
-    return words if len(words) < 50 else f"of type {type(x).__name__}"
+    return repr(x)[:60]
 
 
 # ================================================================================================

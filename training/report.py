@@ -65,8 +65,12 @@ def _features(encoder, images, device):
     Pixels averaged to 16 × 16 are told apart better than more of them, and in less time."""
     if encoder is not None:
         return hardneg.embed(encoder, images)
-    pool = torch.nn.AdaptiveAvgPool2d(min(16, images.shape[-1]))
-    pixels = torch.cat([pool(part.to(device) / 255).flatten(1) for part in images.split(500)])
+    side = min(16, images.shape[-1])
+    pool = torch.nn.AdaptiveAvgPool2d(side)
+    # one tensor for all, as many small ones would fragment the memory that parts reuse
+    pixels = torch.empty(len(images), 3 * side * side, device=device)
+    for rows, part in zip(pixels.split(500), images.split(500), strict=True):
+        rows.copy_(pool(part.to(device) / 255).flatten(1))
     return pixels, pixels
 
 
