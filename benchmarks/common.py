@@ -3,6 +3,8 @@
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,3 +51,36 @@ def descend(loss, optimizer) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+class Record:
+    """Keep what is measured, on disk after each measurement, and measure nothing twice."""
+
+    def __init__(self, name: str, corpus: dict):
+        self.name = name
+        about = {key: corpus[key] for key in ("pairs", "sha256", "versions")}
+        self.found = {"corpus": about, "choices": {}, "runs": []}
+        if path_of(name).exists():
+            self.found = read(name)
+        if self.found["corpus"]["sha256"] != about["sha256"]:
+            raise SystemExit(f"{name} is of another corpus; name another with --record")
+
+    def choose(self, what: str, name: str, values: tuple, measure: Callable) -> float:
+        """Return the value of a setting that has the best measure, an MRR on validation files."""
+        tried = self.found["choices"].setdefault(what, {}).setdefault(name, {})
+        for value in values:
+            if str(value) not in tried:
+                tried[str(value)] = measure(value)
+                write(self.name, self.found)
+        return float(max(tried, key=tried.get))
+
+    def once(self, row: str, settings: dict, seed: int, measure: Callable) -> None:
+        """Record what a row measures with a seed, and its processor time if it does not say."""
+        about = {"row": row, "seed": seed, "settings": settings}
+        if any(about.items() <= run.items() for run in self.found["runs"]):
+            return
+        begin = time.process_time()
+        figures = measure()
+        seconds = {"seconds": time.process_time() - begin}
+        self.found["runs"].append(about | seconds | figures)
+        write(self.name, self.found)

@@ -194,26 +194,3 @@ def filled(row: str, words: str, values: dict) -> dict[str, str]:
 
 
 STUDIES = read(TEXT)
-
-
-# ---- Rows of code_search.py ---------------------------------------------------------------------
-
-# options of contrastive_loss; N is the number of candidates of a query
-LOSSES = {"simclr": dict(loss="simclr"), "hcl": dict(loss="hcl", beta=0.5, tau_plus="1/N")}
-LOSSES |= {"ot": dict(loss="ot", epsilon=0.2), "hard": dict(loss="hard", alpha=0.3)}
-LOSSES["debiased"] = dict(loss="debiased", tau_plus="1/N")
-# of a row, where it does not say otherwise; `passes` are times five epochs
-SETTINGS = {"loss": "simclr", "batch_size": 128, "passes": 1}
-SETTINGS |= {"random": 0}  # random documents for each query, candidates of the whole batch
-SETTINGS |= {"mined": 0}  # the same, drawn from the nearest, from the second epoch on
-SETTINGS |= {"refresh": 1}  # epochs between two searches for the nearest
-SETTINGS |= {"mine_margin": None}  # relative_margin of `mine`
-SETTINGS |= {"temperature": None, "rate": None}  # these two are chosen
-SEARCHES = {"untrained": dict(passes=0)}
-SEARCHES |= {loss: dict(loss=loss) for loss in LOSSES}  # weighting the negatives of a batch
-SEARCHES["random"] = dict(random=4)  # as many candidates as with four mined ones for each query
-SEARCHES["batch 128, equal time"] = dict(passes=3)
-SEARCHES["mined"] = dict(mined=4)
-SEARCHES |= {f"mined, {loss}": dict(mined=4, loss=loss) for loss in list(LOSSES)[1:]}
-SEARCHES["mined, margin"] = dict(mined=4, mine_margin=0.05)  # against false negatives
-SEARCHES["mined, every 4"] = dict(mined=4, refresh=4)  # one search alone

@@ -20,7 +20,7 @@ from pathlib import Path
 import common
 import descriptions
 import torch
-from code_search import Record
+from common import Record
 from descriptions import Part
 from sentence_rows import (
     FIRST_RATE,

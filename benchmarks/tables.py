@@ -14,7 +14,7 @@ from statistics import mean
 
 import common
 import numpy as np
-from rows import SEARCHES, SHARED, STUDIES
+from rows import SHARED, STUDIES
 from scipy import stats
 
 from training import compare, report
@@ -250,8 +250,8 @@ def search(record: str = "code_search") -> str:
     lines.append(["BM25", "", ""] + [f"{floor[name]:.1f}" for name in measures] + ["", ""])
     found = rows_of(record)
     seconds = {row: mean(run["seconds"] for run in runs) for row, runs in found.items()}
-    for row in [row for row in SEARCHES if row in found]:
-        runs, settings = found[row], found[row][0]["settings"]
+    for row, runs in found.items():
+        settings = runs[0]["settings"]
         line = [row] + [str(settings[what] or "") for what in ("temperature", "rate")]
         line += [spread_of(runs, name) for name in measures]
         lines.append([*line, gain_in(found, row, "mrr"), f"{seconds[row] / seconds['simclr']:.1f}"])
@@ -274,7 +274,7 @@ OF_CAUSE = "factor | compared | CIFAR-10, linear | kNN | Tiny ImageNet, linear |
 OF_PAYS = "question | predicted | compared | linear | kNN"
 OF_FADE = "gain of | compared | epoch 6 | epoch 60 | change"
 BOTH = ["linear", "knn"]
-TABLES = {"claims": claims, "near": near, "minimal_pairs": pairs}
+TABLES = {"claims": claims, "near": near, "code_search": search, "minimal_pairs": pairs}
 TABLES["cause"] = lambda: differences(OF_CAUSE, CAUSE, BOTH, ("cause", "cause-tiny"))
 TABLES["pays"] = lambda: differences(OF_PAYS, PAYS, BOTH)
 TABLES["fade"] = lambda: differences(OF_FADE, FADE, ["epoch 6", "epoch 60", "change"])

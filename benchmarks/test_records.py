@@ -269,7 +269,7 @@ class TestCommands:
         monkeypatch.setattr(pictures.Figure, "savefig", lambda *_, **__: drawn.append(1))
         if name == "debias":
             monkeypatch.setattr(program, "SETTINGS", [])  # the simulation takes a minute
-        if name in ("studies", "code_search", "speed", "sentences"):
+        if name in ("studies", "speed", "sentences"):
             words.append("--show")
         if command in MEASURED:
             words.remove("--show")
