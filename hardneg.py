@@ -126,10 +126,10 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. If there are several positives and debiasing is on, it also gets the logits (a, M)
-        of the positives. Logits of what does not count are −1e30. Blocks can call the function
-        again in the backward pass, so it has to give the same answer then, without random
-        numbers.""",
+        mean 1. If there are several positives and debiasing is on, it is called once more, with
+        the logits (a, M) of the positives. Logits of what does not count are −1e30. Blocks can call
+        the function again in the backward pass, so it has to give the same answer then, without
+        random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -214,11 +214,11 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default it is all of them, if the batch has up
-        to 2^18 pairs, on a GPU 2^23. In a larger batch a block has 2^20 pairs, on a GPU 2^25, but
-        64 anchors at least. So memory grows with A + N instead of A·N. 0 turns blocks off.
-        Blocks change a result by rounding only. In blocks a loss has no second derivatives. If a
-        function of yours has parameters that learn, or under torch.func, all anchors are computed
-        in one go.""",
+        to 2^18 pairs, on a GPU 2^23. A larger batch is cut into blocks of up to 2^20 pairs, on a
+        GPU 2^25, but of 64 anchors at least. So memory grows with A + N instead of A·N. 0 turns
+        blocks off. Blocks change a result by rounding only. In blocks a loss has no second
+        derivatives. If a function of yours has parameters that learn, or under torch.func, all
+        anchors are computed in one go.""",
     ]
 
 
@@ -376,8 +376,8 @@ class ContrastiveLoss(nn.Module):
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
-#     t           the temperature. Take it from here. If it is learned, a rule that takes the option
-#                 `temperature` instead would turn blocks off
+#     t           the temperature. Do not take the option `temperature` instead. If it is learned,
+#                 section 7 would not find its gradient, and so would not work in blocks
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -388,10 +388,10 @@ class ContrastiveLoss(nn.Module):
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own. A test compares it with reference_numpy.py. There its
-# formula goes into RULES, and into `weigh_alike` for positives. Give it options in WEIGHT_OPTIONS
-# of the tests. TestRows checks most of these points. A rule that takes the potential gets no
-# gradient by default, and cannot weigh negatives (B, K, D).
+# in Options if it has an option of its own. A test compares it with reference_numpy.py. Write there
+# the formula for candidates in RULES, and that for positives in `weigh_alike`. Give it options in
+# WEIGHT_OPTIONS of the tests. TestRows checks most of these points. A rule that takes the potential
+# gets no gradient by default, and cannot weigh negatives (B, K, D).
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
@@ -446,7 +446,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
 
 
 # To add a cost, add its row here.
-# cost: that of two unit rows, from their cosine; d² = ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
+# A row has the name of a cost, and a function that computes it from the cosine of two unit rows.
+# d² is ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
 # A cost and its gradient must be finite for cosines from −2, which stands for masked, to 1 + 1e-6.
 # Divided by the smallest ε it must stay below 1e20, since more would count as masked.
 COSTS = {
@@ -459,8 +460,8 @@ def transported(
     logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
 ) -> Tensor:
     """Count near candidates more, but give all candidates the same total weight over all anchors.
-    But if anchors have different numbers of candidates, scaling to mean 1 gives them different
-    totals, and so the totals of the candidates differ, too.
+    This is exact if all anchors have equally many candidates. Otherwise scaling to mean 1 gives
+    anchor i the total N_i, and the totals of the candidates are not equal any more.
         w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
     logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all anchors have equally many
@@ -480,7 +481,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights gets the logits of a block. A fixed matrix goes in log_weights=.")
+        error.add_note("Your weights= gets logits of a block. A fixed matrix goes in log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -559,8 +560,9 @@ def _fill_in(function, given):
 #     and any other option by its name.
 # What an objective must do:
 #   - The loss of an anchor follows from its own row alone.
-#   - Masked logits get no gradient, for the reason that `_mask_` gives. So if an anchor has no
-#     negatives, the gradient in neg, log_w and log_negatives is 0, as in `decoupled`.
+#   - Masked logits get no gradient, for the reason that `_mask_` gives. An anchor without negatives
+#     needs care. Its gradient with respect to neg, log_w and log_negatives has to be 0. `decoupled`
+#     sees to that by masked_fill.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
@@ -654,8 +656,8 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without candidates   −1e30     finite    the floor
 #     without positives    finite    −1e30     what is left; `answer` makes its loss 0
 #     without both         −1e30     −1e30     anything finite; `answer` makes its loss 0
-#     all dropped by a     about 0   finite    anything finite; the log of its sum of weights is
-#     rule                                     −1e30, and brings the result below FAR
+#     all dropped by a     about 0   finite    anything finite; `debias` adds log_total, which is
+#     rule                                     −1e30 here, so nothing is left after all
 # TestDebiased and TestExtremes go through these cases, with gradients.
 
 
@@ -763,9 +765,9 @@ def _line_up(options, views, given):
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
         positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
-        # Row i is i, i + B, i + 2·B, … modulo A. For two views of three samples these are the rows
-        # 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. Row i takes every third entry of 0 1 2 3 4 5 0 1 2 3 4 5,
-        # beginning with entry i.
+        # Row i of `own` has the columns i, i + B, i + 2·B, … modulo A. For two views of three
+        # samples these are the rows 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. Row i takes every third entry of
+        # 0 1 2 3 4 5 0 1 2 3 4 5, beginning with entry i.
         columns = torch.arange(2 * a, device=z.device) % a
         own = columns.as_strided((a, v), (1, b))  # (A, V)
         if group is not None:
@@ -777,7 +779,8 @@ def _line_up(options, views, given):
     if positive_index is not None:
         own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
     products = [(anchors * x).sum(1, keepdim=True) for x in positives]  # (A, 1) each
-    # (A, M). One product needs no copy, and a single view has no positive yet.
+    # (A, M). Two views have one product, which needs no copy. A single view has no positive yet,
+    # and anchors[:, :0] makes this (A, 0).
     pos = products[0] if v == 2 else torch.cat([anchors[:, :0]] + products, 1)
 
     # What is known of pairs
@@ -970,8 +973,8 @@ def sinkhorn(
 
 
 def _log_sums(blocks, g):
-    """Add g to the columns, and compute the log-sums of rows (A,). Then f is minus these. Add f,
-    without g, to the rows, and compute the log-sums of columns (N,)."""
+    """Compute log Σ_j e^{K_ij + g_j} for each row (A,), where K is −C/ε. With f_i minus that,
+    compute log Σ_i e^{K_ij + f_i} for each column (N,)."""
     log_rows, log_columns = [], None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -1009,6 +1012,7 @@ def _couple(anchors, shared, group, options):
         neg = who(some, shared, options)[1]
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
+    # labels mask both ways, and log_weights are not in the kernel
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
     size = max(1, _pairs_in_a_block(anchors) // shared.n)
     kernel = functools.partial(map, kernel_of, anchors.blocks(size))
@@ -1042,17 +1046,19 @@ def mine(
 
     positives       (n,), or (n, P) padded with −1. Rows of the documents that answer a query. They
                     are not taken. None: document i answers query i.
-    labels          (N,). Documents with the label of one that answers the query are not taken.
+    labels          (N,). A document with the label of an answer is not taken.
     absolute_margin, relative_margin   as in `contrastive_loss`, measured from the nearest document
                     that answers the query
-    skip            pass over so many of the nearest documents, answers not counted
+    skip            How many of the nearest documents to leave out. Answers are left out anyway, and
+                    are not counted.
     scores          also return the cosines (n, k), −∞ for none
     normalize       compare by cosines. With False it compares by inner products, and `scores`
                     returns these.
     group           A process group of torch.distributed, whose ranks share the work. All of them
                     pass the same arguments. Each rank answers a share of the queries, and all ranks
                     get the results of all queries.
-    To train on them, embed them again, with a gradient, and mask −1: negative_mask=rows >= 0.
+    To train on rows = mine(…), embed them again, with a gradient. Then pass the loss
+    negatives=encoder(documents[rows]) (n, k, D) and negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
     whichever is more."""
     n, size, device = len(queries), len(documents), queries.device
@@ -1095,7 +1101,7 @@ def mine(
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
             values[:, :size], places[:, :size] = cosines.topk(min(k + skip, size))
     nearest, index = (gather(x, group)[:n, skip:] for x in (nearest, index))
-    index = index.masked_fill(nearest < FAR, -1)
+    index = index.masked_fill(nearest < FAR, -1)  # where nothing was found it has any number
     nearest = nearest.masked_fill(nearest < FAR, -INF)
     if scores:
         return index, nearest
@@ -1151,7 +1157,7 @@ def _evaluate(anchors, shared, group, options):
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, a, options)
-    if options["reduction"] == "none":
+    if options["reduction"] == "none":  # over ranks the caller's mean and that of DDP are right
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
     if group is not None:
@@ -1163,7 +1169,7 @@ def _evaluate(anchors, shared, group, options):
 
 def _warn_of(lacking, a, options):
     """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
-    The default τ⁺ gives no such warning, as anchors reach the floor there once they are trained."""
+    The default τ⁺ does not give the last one, as trained anchors normally reach the floor there."""
     no_positive, no_candidate, clamped = lacking
     if no_positive == a:
         _warn(f"None of {a} anchors has a positive. Check labels and positive_index.")
@@ -1250,7 +1256,7 @@ def _learned(part):
 
 
 def _leaves(node):
-    """Find the ids of all tensors in the graph of a node that learn."""
+    """Find the ids of the leaf tensors to which the graph of a node sends a gradient."""
     seen, new = {None}, {node}
     while new := new - seen:
         seen |= new
@@ -1292,7 +1298,7 @@ class _Single(torch.autograd.Function):
 
 def _only_once():
     """Stop a backward pass that would itself be differentiated."""
-    if torch.is_grad_enabled():  # under create_graph=True alone
+    if torch.is_grad_enabled():  # in a backward pass only create_graph=True enables gradients
         raise RuntimeError(
             "A loss in blocks or over ranks cannot be differentiated twice. In one process give it "
             "block_size=0."
@@ -1300,7 +1306,7 @@ def _only_once():
 
 
 def _uncompiled(function, *arguments):
-    """Call a function as it is. In compiled code that breaks the graph."""
+    """Call a function without compiling it. In compiled code this is a graph break, on purpose."""
     if torch.compiler.is_compiling():
         function = torch.compiler.disable(function)  # as a decorator it would slow down the import
     return function(*arguments)
@@ -1326,10 +1332,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        ranks = distributed.get_world_size(group)
-        everything = x.new_empty(ranks * len(x), *x.shape[1:])
-        distributed.all_gather_into_tensor(everything, x, group)
-        return everything
+        parts = [torch.empty_like(x) for _ in range(distributed.get_world_size(group))]
+        distributed.all_gather(parts, x, group)
+        return torch.cat(parts)
 
     @staticmethod
     def backward(ctx, grad):
@@ -1342,9 +1347,10 @@ class _Gather(torch.autograd.Function):
 
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order. The gradient is summed over ranks.
-    To share rows, pass group=group, negatives=gather(rows, group) and
-    positive_index=rank * len(rows) + i. Here i (B,) are the rows of this rank that show its
-    samples. All ranks need equally many rows."""
+    To use rows of all ranks as negatives, call contrastive_loss with group=group,
+    negatives=gather(rows, group) and positive_index=rank * len(rows) + i. Here entry b of i (B,) is
+    the place, among the rows of this rank, that shows its sample b. All ranks need equally many
+    rows."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
@@ -1394,7 +1400,8 @@ def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
 
 
 class _LogSum(torch.autograd.Function):
-    """Compute log Σ e^{x + y} and the shares e^{x + y} / Σ, faster than torch.logsumexp."""
+    """Compute log Σ e^{x + y} and the shares e^{x + y} / Σ, faster than torch.logsumexp.
+    TestLargeBatches differentiates it twice."""
 
     @staticmethod
     def forward(ctx, x, y, dim):
@@ -1766,8 +1773,8 @@ class _OfRank(torch.Generator):
 
 def _drawn(function, n, width, generator, device):
     """Draw numbers (n, width) for the n samples of this rank.
-    Each rank draws those of the whole batch and takes its own, every ranks-th row. So any number of
-    ranks makes the same run."""
+    Each rank draws those of the whole batch, and takes rows rank, rank + ranks, rank + 2·ranks, …
+    So does `Training` with the images. So any number of ranks makes the same run."""
     rank, ranks = 0, 1
     if isinstance(generator, _OfRank):
         rank, ranks = generator.rank, generator.ranks
@@ -1891,9 +1898,9 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     for value, name in dict(map(reversed, followers.items())).items():
         # for a missing name take a wrong shape, so that the check below raises
         target = leaders.get(name, value[None])
-        _require(
-            target.shape == value.shape, "leader", "different", f"like the follower, with {name}"
-        )
+        if target.shape != value.shape:
+            shape = tuple(value.shape)
+            raise InvalidArgument(f"leader has no {name} of shape {shape}, as the follower has.")
         if value.is_floating_point():
             value.lerp_(target.to(value), 1 - momentum)
         else:
@@ -2130,6 +2137,8 @@ class Game(nn.Module):
         self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
         self.to(memory_format=torch.channels_last)
+        # "G" and "ascent" move the same parameters, and so share their gradients. Whoever takes a
+        # step clears them first. `_descend` does so for G, and `DiffHard.step` for the ascent.
         betas = (0.0, 0.999)
         self.optimizers = {
             "G": torch.optim.Adam(self.G.parameters(), lr, betas),
@@ -2212,8 +2221,9 @@ class Game(nn.Module):
 #     after_step() → figures or None
 # index (B,) has the places of the images in the training set. Figures are a dict of numbers to
 # report. While a method trains alone, before the encoder begins, encoder and loss are None.
-# TestTraining and training/test_ranks.py check that a resumed run, and a run over ranks, are the
-# same run to the last bit or up to rounding.
+# TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
+# that a run over ranks is the same up to rounding. The order in which a step draws numbers is a
+# part of the run.
 
 
 class SimCLR(nn.Module):
@@ -2322,7 +2332,7 @@ class DiffHard(SimCLR):
         alone = len(latent) + torch.arange(len(images), device=latent.device)
         labels = torch.cat([latent, alone])  # (2N,): a pair has one label
         if self.group is not None:  # other ranks have other pairs
-            labels = labels + 2 * len(labels) * distributed.get_rank(self.group)
+            labels = labels + len(labels) * distributed.get_rank(self.group)
         options["labels"] = labels
         z, other = self.embed_views(encoder, generator, batch, batch)
         # Step 2. The loop descends this loss to train the encoder. Its gradient reaches G, too.
@@ -2439,8 +2449,8 @@ class Training:
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks can share batches evenly, any number of them
-                   makes the same run up to rounding. But on a CPU BatchNorm sees the share of its
-                   rank, and on a GPU the whole batch. If ranks cannot share evenly, a batch can
+                   makes the same run up to rounding. The exception is BatchNorm on a CPU, which
+                   sees the share of its rank alone. If ranks cannot share evenly, a batch can
                    have a few images more or fewer than in one process. An epoch then leaves out up
                    to ranks − 1 images, other ones each time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches

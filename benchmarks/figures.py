@@ -1,4 +1,4 @@
-"""Draw pictures of the records: python benchmarks/figures.py curves pays
+"""Draw pictures of the records: python benchmarks/figures.py gains curves pays
 
 Each goes to results/FIGURE.png.
 """
@@ -7,8 +7,11 @@ import argparse
 from statistics import mean
 
 import common
+import tables
 from matplotlib import pyplot as plt
 from rows import SHARED
+
+from training import report
 
 TEMPERATURES = [float(t) for t in SHARED["t"]]
 COLORS = {"simclr": "black", "hard": "tab:orange", "hcl": "crimson", "ot": "tab:blue"}
@@ -58,7 +61,22 @@ def pays():
     return figure
 
 
-FIGURES = {"curves": curves, "pays": pays}
+def gains():
+    """Draw the gain of each claim with its 95 % interval, red if the interval excludes 0."""
+    figure, axis = plt.subplots(figsize=(8, 3.8), layout="constrained")
+    claims = tables.judged()
+    for place, (_, _, gaps) in enumerate(claims):
+        middle, half = report.interval(gaps)
+        color = "crimson" if abs(middle) > half else "tab:gray"
+        axis.errorbar(middle, place, xerr=half, fmt="o", color=color, capsize=4, lw=2)
+    axis.axvline(0, color="black", lw=1)
+    axis.set_yticks(range(len(claims)), [claim.replace("`", "") for claim, _, _ in claims])
+    axis.invert_yaxis()
+    axis.set_xlabel("gain in points, with its 95 % interval")
+    return figure
+
+
+FIGURES = {"gains": gains, "curves": curves, "pays": pays}
 
 
 def main():
