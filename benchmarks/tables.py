@@ -151,7 +151,7 @@ CLAIMS = """
 10 epochs, CIFAR-10: `ot` beats `hcl` | short-runs | cifar10: ot − hcl
 60 epochs, Tiny ImageNet: weights gain | pays | pays-tiny: tilted 0.1 − simclr 0.1
 60 epochs, CIFAR-10: weights gain | pays | pays-cifar10: tilted 0.2 − simclr 0.1
-60 epochs, CIFAR-10: `hcl` gains, tuned for 10 | pays | long: hcl − simclr
+60 epochs, CIFAR-10: `hcl` gains, t of 10 | pays | long: hcl − simclr
 Few images: DiffHard beats more epochs | generated | games-10: DiffHard − twice
 Text: found negatives gain | text | code_search: mined − simclr
 Text: `hcl` gains on what was found | text | code_search: mined, hcl − mined
