@@ -72,7 +72,7 @@ def gains():
     axis.axvline(0, color="black", lw=1)
     axis.set_yticks(range(len(claims)), [claim.replace("`", "") for claim, _, _ in claims])
     axis.invert_yaxis()
-    axis.set_xlabel("gain in points, with its 95 % interval")
+    axis.set_xlabel("gain in points over simclr, if nothing else is named (grey if unclear)")
     return figure
 
 
