@@ -126,10 +126,10 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. If there are several positives and debiasing is on, it is called once more, with
-        the logits (a, M) of the positives. Logits of what does not count are −1e30. Blocks can call
-        the function again in the backward pass, so it has to give the same answer then, without
-        random numbers.""",
+        mean 1. If there are several positives and debiasing is on, it is called a second time,
+        with the logits (a, M) of the positives in place of those of candidates. Logits of what does
+        not count are −1e30. Blocks can call the function again in the backward pass, so it has to
+        give the same answer then, without random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -391,7 +391,8 @@ class ContrastiveLoss(nn.Module):
 # in Options if it has an option of its own. A test compares it with reference_numpy.py. Write there
 # the formula for candidates in RULES, and that for positives in `weigh_alike`. Give it options in
 # WEIGHT_OPTIONS of the tests. TestRows checks most of these points. A rule that takes the potential
-# gets no gradient by default, and cannot weigh negatives (B, K, D).
+# gets no gradient by default, and cannot weigh negatives (B, K, D). For logits that are symmetric
+# its weights have to be symmetric, too.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
@@ -658,7 +659,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without both         −1e30     −1e30     anything finite; `answer` makes its loss 0
 #     all dropped by a     about 0   finite    anything finite; `debias` adds log_total, which is
 #     rule                                     −1e30 here, so nothing is left after all
-# TestDebiased and TestExtremes go through these cases, with gradients.
+# TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
@@ -743,7 +744,8 @@ class _Shared(NamedTuple):
     potential: Tensor | None = None  # (N,), if candidates and anchors are coupled
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
-    batch: bool = False  # anchors and candidates are the same rows, so the logits are symmetric
+    batch: bool = False  # without `negatives`. If the anchors of all ranks are gathered, as for a
+    #                      coupling, anchors and candidates are the same rows. `own` has no −1
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
@@ -943,11 +945,13 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10], and fewer steps are needed. If the kernel is not symmetric, the mean
-    does not converge.
+    f = g = (f + g) / 2 [10]. It usually takes fewer steps, but up to a quarter more if the kernel
+    has two groups of rows that are coupled with each other alone. If the kernel is not symmetric,
+    the mean does not converge.
 
-    Tight clusters of rows take many steps, unless the kernel is symmetric. Some masks force an
-    entry to 0 in every coupling, although it is not masked itself. They take many steps, too.
+    Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. Some
+    masks force an entry to 0 in every coupling, although it is not masked itself. They take many
+    steps, too.
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. A step multiplies the error by up
     # to μ², where μ is the second singular value of √(AN) P. In a symmetric step the error along an
@@ -1024,6 +1028,7 @@ def _couple(anchors, shared, group, options):
 
 
 # ---- 6. Finding: which samples to take as negatives --------------------------------------------
+# The tests are TestMine and TestDraw. training/test_ranks.py compares `mine` over ranks.
 
 
 @torch.no_grad()
@@ -1113,8 +1118,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     candidate j is drawn with a probability proportional to w_ij.
     log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
     To prefer hard negatives, set the logits of an anchor's own rows to −1e30, and pass
-    log_w = tilted(logits, β). In the loss all that are drawn count the same, so give it uniform
-    weights. A row with fewer than k negatives is an error, but a GPU does not look for it."""
+    log_w = tilted(logits, β). Use uniform weights in the loss, since hard ones are drawn more
+    often already. A row with fewer than k negatives is an error, but a GPU does not look for it."""
     _check_tensor("log_w", log_w, "float", ("A", "N"))
     _check_number("k", k, 1)
     log_w = _upcast(log_w)
@@ -1280,8 +1285,8 @@ class _Summed(torch.autograd.Function):
 
 class _Single(torch.autograd.Function):
     """Losses of single anchors. The backward pass calls `run`, which finds their gradients.
-    All tensors that `run` reads are saved, although it does not need that. So autograd raises an
-    error if one of them is changed in place before the backward pass."""
+    All tensors that `run` reads are saved for one reason. Autograd then raises an error if one of
+    them is changed in place before the backward pass."""
 
     @staticmethod
     def forward(ctx, value, run, tensors, *inputs):
@@ -1940,7 +1945,8 @@ def _gradients(optimizer):
 
 def _descend(loss, optimizer, name, read=False, group=None):
     """Take a step of an optimizer. A loss that is not finite raises FloatingPointError.
-    On a GPU this is checked only if `read` is true, because the host has to wait for the loss."""
+    On a GPU this is checked only if `read` is true, because the host has to wait for the loss. If
+    one rank alone raises here, the others wait in `_average` until torchrun stops them."""
     if (read or _may_read(loss)) and not loss.isfinite():
         raise FloatingPointError(f"The loss of the {name} is {loss.item()}.")
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
@@ -2198,8 +2204,8 @@ class Game(nn.Module):
         follow(self.G_ema, self.G, self.momentum)
         # The singular vectors of spectral norms are averages now, so they are shorter than 1.
         # Computing a weight in train mode takes a power iteration, which gives the vectors length 1
-        # again. G_ema is always in train mode.
-        for module in self.G_ema.modules():
+        # again.
+        for module in self.G_ema.train().modules():
             if hasattr(module, "parametrizations"):
                 module.parametrizations.weight()
 
@@ -2219,6 +2225,7 @@ class Game(nn.Module):
 # the encoder down the loss, and then calls `after_step`:
 #     step(encoder, images, index, generator, **options) → loss, figures
 #     after_step() → figures or None
+# The loop also reads its `criterion`, `pretrain` and `scheduled`, and sets its `group`.
 # index (B,) has the places of the images in the training set. Figures are a dict of numbers to
 # report. While a method trains alone, before the encoder begins, encoder and loss are None.
 # TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
@@ -2522,6 +2529,7 @@ class Training:
             seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             shared = len(order) // self.ranks * self.ranks
+            # `_drawn` has to give the numbers of the same rows
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
