@@ -7,6 +7,7 @@ import argparse
 from statistics import mean
 
 import common
+import sentence_rows
 import tables
 from matplotlib import pyplot as plt
 from rows import SHARED
@@ -62,21 +63,34 @@ def pays():
 
 
 def gains():
-    """Draw the gain of each claim with its 95 % interval, red if the interval excludes 0."""
-    figure, axis = plt.subplots(figsize=(8, 3.8), layout="constrained")
-    claims = tables.judged()
-    for place, (_, _, gaps) in enumerate(claims):
+    """Draw what the front page compares."""
+    rows = [(name, gaps) for name, _, gaps in tables.judged()]
+    return intervals(rows, "gain in points over simclr, if nothing else is named (grey if unclear)")
+
+
+def sentences():
+    """Draw the questions of the study of sentences that have three seeds or more."""
+    runs = common.read("sentences")["runs"]
+    rows = [(question, sentence_rows.gaps(runs, question)) for question in sentence_rows.QUESTIONS]
+    rows = [(name, gaps) for name, gaps in rows if len(gaps) >= 3]
+    return intervals(rows, "difference in MRR, in points (grey if unclear)")
+
+
+def intervals(rows, label):
+    """Draw the mean of each row's differences with its 95 % interval, in grey if it has 0."""
+    figure, axis = plt.subplots(figsize=(8, 0.5 + 0.33 * len(rows)), layout="constrained")
+    for place, (_, gaps) in enumerate(rows):
         middle, half = report.interval(gaps)
         color = "crimson" if abs(middle) > half else "tab:gray"
         axis.errorbar(middle, place, xerr=half, fmt="o", color=color, capsize=4, lw=2)
     axis.axvline(0, color="black", lw=1)
-    axis.set_yticks(range(len(claims)), [claim.replace("`", "") for claim, _, _ in claims])
+    axis.set_yticks(range(len(rows)), [name.replace("`", "") for name, _ in rows])
     axis.invert_yaxis()
-    axis.set_xlabel("gain in points over simclr, if nothing else is named (grey if unclear)")
+    axis.set_xlabel(label)
     return figure
 
 
-FIGURES = {"gains": gains, "curves": curves, "pays": pays}
+FIGURES = {"gains": gains, "sentences": sentences, "curves": curves, "pays": pays}
 
 
 def main():
