@@ -253,14 +253,15 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
-                    the sum over all rows. If positives were drawn in the same way, let q_i be the
-                    probability of the positive of anchor i. The right correction divides e^s by
+                    the sum over all rows. Suppose the positives come from the same draw, as in a
+                    batch. Then pass another correction. Let q_i be the probability with which the
+                    positive of anchor i was drawn. The right correction divides e^s by
                     K q_j, and e^p by K q_i. `nce` depends only on e^s / e^p, so K cancels. Pass
                     log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
-                    label are not negatives of each other. In the objective ppcl they are positives
-                    of each other, as they are for a single view without positive_index. Every
-                    number is a label, even −1.
+                    label are not negatives of each other. They are positives of each other in two
+                    cases, with the objective ppcl, or for a single view without positive_index.
+                    Every number is a label, even −1.
     group           A process group of torch.distributed. The candidates are the views of all ranks.
                     Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
                     all ranks, see `gather`. All ranks have to call with the same shapes.
@@ -311,7 +312,7 @@ class _Answers(NamedTuple):
 
 
 def answer(anchors, shared, options):
-    """Answer the three questions for some anchors, each from its own row alone.
+    """Answer the three questions for some anchors. What it says of an anchor uses its row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
@@ -391,8 +392,8 @@ class ContrastiveLoss(nn.Module):
 # in Options if it has an option of its own. A test compares it with reference_numpy.py. Write there
 # the formula for candidates in RULES, and that for positives in `weigh_alike`. Give it options in
 # WEIGHT_OPTIONS of the tests. TestRows checks most of these points. A rule that takes the potential
-# gets no gradient by default, and cannot weigh negatives (B, K, D). For logits that are symmetric
-# its weights have to be symmetric, too.
+# gets no gradient by default, and cannot weigh negatives (B, K, D). Called with g = 0 on a
+# symmetric matrix, it has to return a symmetric matrix.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
@@ -598,7 +599,7 @@ def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
     positive and weights of mean 1,
         decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
-    This does not hold for an anchor where the floor of `published` applies.
+    This does not hold where debiasing falls back to its lower bound, see `published`.
     Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
@@ -650,7 +651,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     E  = Σ_j w_j e^{s_j} / Σ_j w_j         over the candidates of an anchor
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
-# means of few. So `published` has a floor. These cases come up.
+# means over few samples. So `published` has a floor. These cases come up.
 #     anchor               log E     log E⁺    result
 #     ordinary             finite    finite    what is left
 #     too near a positive  finite    finite    the floor
@@ -708,8 +709,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 #         …
 #         b3   s   s   −   s   s   −      b3·a3
 # If `negatives` are given, they are the columns, and the rows are a1 a2 a3.
-# TestContrastiveLoss and TestNamedPositives compare losses and gradients with the oracle, under
-# random masks, labels, margins and indices.
+# TestContrastiveLoss and TestNamedPositives compare losses and gradients with reference_numpy.py,
+# under random masks, labels, margins and indices.
 
 
 class _Anchors(NamedTuple):
@@ -744,8 +745,8 @@ class _Shared(NamedTuple):
     potential: Tensor | None = None  # (N,), if candidates and anchors are coupled
     positives_by_index: bool = False  # the columns `own` are positives, as for a single view
     positives_by_label: bool = False  # candidates of the anchor's label are positives
-    batch: bool = False  # without `negatives`. If the anchors of all ranks are gathered, as for a
-    #                      coupling, anchors and candidates are the same rows. `own` has no −1
+    batch: bool = False  # True if no `negatives` are given. Then the anchors of all ranks are the
+    #                      candidates, which `_couple` relies on, and `own` has no −1
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
@@ -761,8 +762,8 @@ def _line_up(options, views, given):
         t = t.to(z).view(())  # its gradient needs 32 bits
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
-    # first view alone has anchors. Which of the negatives show the anchor's own sample is what
-    # positive_index says. The others are candidates.
+    # first view alone has anchors. positive_index says which of the negatives show the anchor's
+    # own sample. The others are candidates.
     in_batch = negatives is None
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
@@ -926,7 +927,8 @@ def _statistics(anchors, shared, options):
 #         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
 #     plan = torch.exp(f[:, None] + log_kernel + g) / A
 # Here the matrix comes in blocks of rows, so that a large one need not be stored.
-# TestSinkhorn checks the totals under random masks, and TestGather that all ranks find one plan.
+# TestSinkhorn checks the totals under random masks, and bounds the number of steps. TestGather
+# checks that all ranks find one plan.
 
 
 def sinkhorn(
@@ -940,14 +942,14 @@ def sinkhorn(
     as a list, say. An entry is MASKED where i and j must not be coupled. → f (A,), g (N,), error.
     If the kernel has a gradient, each step keeps 2·A·N numbers in memory.
 
-    Rows and columns without any unmasked entry have no share of P, and are not counted in A and N.
+    Rows and columns whose entries are all masked get no share of P, and do not count in A and N.
     Sinkhorn stops when the error Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. It usually takes fewer steps, but up to a quarter more if the kernel
-    has two groups of rows that are coupled with each other alone. If the kernel is not symmetric,
-    the mean does not converge.
+    f = g = (f + g) / 2 [10]. It usually takes fewer steps. It takes up to a quarter more if the
+    rows fall into two groups, and each row is coupled with rows of the other group alone. If the
+    kernel is not symmetric, the mean does not converge.
 
     Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. Some
     masks force an entry to 0 in every coupling, although it is not masked itself. They take many
@@ -1143,8 +1145,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # known yet how the caller will weigh these losses, so the backward pass computes the blocks again.
 # So `answer` may run twice for a block. Therefore `answer`, and all that it calls, must neither
 # keep state nor communicate between ranks nor draw random numbers. If you change this section,
-# TestLargeBatches compares blocks with the whole batch, and TestGather compares ranks with one
-# process.
+# TestLargeBatches compares blocks with the whole batch, measures their memory, and compiles them.
+# TestGather compares ranks with one process.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1162,7 +1164,7 @@ def _evaluate(anchors, shared, group, options):
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, a, options)
-    if options["reduction"] == "none":  # over ranks the caller's mean and that of DDP are right
+    if options["reduction"] == "none":  # the caller's mean and that of DDP need no factor
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
     if group is not None:
@@ -1174,7 +1176,8 @@ def _evaluate(anchors, shared, group, options):
 
 def _warn_of(lacking, a, options):
     """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
-    The default τ⁺ does not give the last one, as trained anchors normally reach the floor there."""
+    The third warning is left out for the default τ⁺, as trained anchors normally reach the
+    floor."""
     no_positive, no_candidate, clamped = lacking
     if no_positive == a:
         _warn(f"None of {a} anchors has a positive. Check labels and positive_index.")
@@ -1353,9 +1356,9 @@ class _Gather(torch.autograd.Function):
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order. The gradient is summed over ranks.
     To use rows of all ranks as negatives, call contrastive_loss with group=group,
-    negatives=gather(rows, group) and positive_index=rank * len(rows) + i. Here entry b of i (B,) is
-    the place, among the rows of this rank, that shows its sample b. All ranks need equally many
-    rows."""
+    negatives=gather(rows, group) and positive_index=rank * len(rows) + i. Here i (B,)
+    says which rows of this rank show its samples, so rows[i[b]] shows sample b. All ranks need
+    equally many rows."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
@@ -1371,12 +1374,15 @@ def _share(n, group):
 
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
+# Compiled code runs these checks, too, and on a GPU the host must not wait. So read no value
+# without `_may_read`. TestLargeBatches compiles losses, TestReadyForAGPU counts what the host
+# reads, and TestInvalidArguments has the errors.
 
 
 def unit(x: Tensor) -> Tensor:
     """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 or float64.
     A zero row stays 0, and its gradient passes unchanged. The squares of entries must not overflow.
-    Those of a row that is not 0 must not all underflow."""
+    In a row that is not 0, at least one square must not underflow."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / (norm + (norm == 0))
@@ -1456,8 +1462,9 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
-# Allocating and freeing 31 MB here makes glibc keep the memory of later blocks for the next ones.
-# Otherwise it returns each to the kernel, and large losses take up to 1.24 times as long.
+# After this line glibc keeps the memory of a block that is freed, for the next one. Without it
+# glibc would return each to the operating system, and large losses would take up to 1.24 times as
+# long.
 torch.empty(31 * 2**18, device="cpu")
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
@@ -1682,6 +1689,7 @@ __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_mic
 __all__ += ["annealed_beta", "lead_in"]
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
+# TestViews compares each step with a reference.
 # A view draws one number in [0, 1) for each of these names. To add a transformation, add the names
 # that it needs. After that a seed no longer gives the views that it gave before.
 DRAWS = "area ratio x y flip jitter brightness contrast saturation hue gray sigma blur".split()
@@ -1823,6 +1831,8 @@ def _blur(x, deviation, chosen):
 
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
+# The tests are TestEncoder, TestMemoryBank and TestWrappers. What has a group is in
+# training/test_ranks.py.
 
 
 class Encoder(nn.Module):
@@ -2011,6 +2021,9 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
+# All networks stay in train mode. There each forward pass changes the state of spectral norms and
+# of BatchNorm, so the order of passes is a part of the run. TestGame compares a step with a plain
+# one.
 
 
 class _Residual(nn.Module):
@@ -2078,7 +2091,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """Score how real images (B, 3, size, size) in [0, 1] look → (B,), float32.
+    """Score the realism of images (B, 3, size, size) in [0, 1] → (B,), float32.
     A higher score means more real. size and width are those of `Generator`. Residual blocks halve
     the side down to 4. Ref: [9] Fig. 15"""
 
@@ -2276,7 +2289,8 @@ class Bank(SimCLR):
     """Contrast one view of each image with the image's row of a memory bank.
     The candidates are all other rows. images are the whole training set, and momentum is that of
     the bank. The bank starts from embeddings by the given encoder. An untrained encoder maps all
-    images near one point, so their mean is subtracted. Ref: [4] Eq. 1, where the bank replaces g"""
+    images near one point, so their mean is subtracted. Ref: [4] Eq. 1, with the bank in place of
+    second views"""
 
     def __init__(
         self,
@@ -2529,7 +2543,7 @@ class Training:
             seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             shared = len(order) // self.ranks * self.ranks
-            # `_drawn` has to give the numbers of the same rows
+            # `_drawn` takes the same rows, every ranks-th one from rank on; change both together
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
