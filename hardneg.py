@@ -684,7 +684,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. The results are
-    (a,), and a boolean tensor (a,) that is True where the floor of `published` applies."""
+    the debiased log_negatives (a,), and a boolean tensor (a,). That is True for an anchor with
+    negatives where the floor of `published` applies."""
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
@@ -947,7 +948,7 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. It usually takes fewer steps. It takes up to a quarter more if the
+    f = g = (f + g) / 2 [10]. It usually takes fewer steps. It takes about a third more if the
     rows fall into two groups, and each row is coupled with rows of the other group alone. If the
     kernel is not symmetric, the mean does not converge.
 
@@ -1064,8 +1065,8 @@ def mine(
     group           A process group of torch.distributed, whose ranks share the work. All of them
                     pass the same arguments. Each rank answers a share of the queries, and all ranks
                     get the results of all queries.
-    To train on rows = mine(…), embed them again, with a gradient. Then pass the loss
-    negatives=encoder(documents[rows]) (n, k, D) and negative_mask=rows >= 0.
+    To train on rows = mine(…), embed them again, with a gradient. Then call the
+    loss with negatives=encoder(documents[rows]) (n, k, D) and negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
     whichever is more."""
     n, size, device = len(queries), len(documents), queries.device
@@ -1616,7 +1617,7 @@ def _check_negatives(negatives, views, options, labels, group):
 
 
 def _check_tensor(name, x, kind, *shapes, hint=""):
-    """Check a tensor, if it is given. With a hint it must be given.
+    """Check a tensor, if it is given. None passes, unless there is a hint, as for views and labels.
     kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any length
     above 0."""
     if x is None and not hint:
@@ -2242,8 +2243,10 @@ class Game(nn.Module):
 # index (B,) has the places of the images in the training set. Figures are a dict of numbers to
 # report. While a method trains alone, before the encoder begins, encoder and loss are None.
 # TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
-# that a run over ranks is the same up to rounding. The order in which a step draws numbers is a
-# part of the run.
+# that a run over ranks is the same up to rounding. If you change the order in which a step
+# draws numbers, a seed gives another run. All ranks have the same seed, so draw numbers for samples
+# by `_drawn`. Whatever `step` or `after_step` changes must end up equal on all ranks. The loop sees
+# to that only for the gradients of its own optimizer, and for BatchNorm.
 
 
 class SimCLR(nn.Module):
