@@ -135,26 +135,32 @@ def by_sources(runs: list[dict], question: str) -> str:
     return report.gain(torch.stack(found).mean(0).tolist())
 
 
-def table(record: str) -> str:
-    """Write rows, then questions. The columns are set by spaces while the runs go on."""
+def table(record: str, stage: str | None = None, seeds: int = 5) -> str:
+    """Write the rows of a stage, or of all, and then their differences, from seeds below `seeds`.
+    A row or a difference needs three seeds. Times are relative to `simclr, twice` of the seed."""
     found = common.read(record)
+    rows = STAGES[stage] if stage else {row for rows in STAGES.values() for row in rows}
+    runs = [run for run in found["runs"] if run["row"] in rows and run["seed"] < seeds]
     names = ["mrr", "r1", "r10", "same_source"]
-    lines = [["row", "n", "t", "rate", "own", *names, "seconds", "siblings"]]
-    lines.append(["before", "", "", "", ""] + [f"{found['before'][name]:.1f}" for name in names])
-    for row, runs in by_row(found["runs"]).items():
-        settings = runs[0]["settings"]
+    lines = [["row", "n", "t", "rate", "own", "MRR", "R@1", "R@10", "same source", "time"]]
+    before = [f"{found['before'][name]:.1f}" for name in names]
+    lines.append(["not fine-tuned", "", "", "", "", *before, ""])
+    of_seed = {run["seed"]: run["seconds"] for run in by_row(runs).get("simclr, twice", [])}
+    for row, some in by_row(runs).items():
+        if len(some) < 3:
+            continue
+        settings = some[0]["settings"]
         own = settings.get(OPTIONS.get(settings["loss"]), "")
-        line = [row, len(runs), settings["temperature"], settings["rate"], own]
-        line += [report.spread([run[name] for run in runs]) for name in names]
-        for name in ("seconds", "siblings"):
-            values = [run[name] for run in runs if name in run]
-            line.append(report.spread(values, 0) if values else "")
-        lines.append(line)
-    lines.append(["difference", "n", "mrr", "by sources", "same_source"])
+        line = [f"`{row}`", str(len(some))]
+        line += [str(x) for x in (settings["temperature"], settings["rate"], own)]
+        line += [report.spread([run[name] for run in some]) for name in names]
+        times = [run["seconds"] / of_seed[run["seed"]] for run in some if run["seed"] in of_seed]
+        lines.append(line + [report.spread(times) if times else ""])
+    differences = [["difference", "n", "MRR", "over sources", "same source"]]
     for question in QUESTIONS:
-        of_seeds = gaps(found["runs"], question)
-        if of_seeds:
-            line = [question, len(of_seeds), report.gain(of_seeds)]
-            line.append(by_sources(found["runs"], question))
-            lines.append(line + [report.gain(gaps(found["runs"], question, "same_source"))])
-    return "\n".join("  ".join(f"{cell!s:<12}" for cell in line).rstrip() for line in lines)
+        of_seeds = gaps(runs, question)
+        if len(of_seeds) >= 3:
+            line = [question, str(len(of_seeds)), report.gain(of_seeds)]
+            line.append(by_sources(runs, question))
+            differences.append(line + [report.gain(gaps(runs, question, "same_source"))])
+    return f"{report.markdown(lines)}\n\n{report.markdown(differences)}"

@@ -253,19 +253,24 @@ class TestRows:
     def test_the_table_is_of_the_record(self, tmp_path, monkeypatch):
         monkeypatch.setattr(common, "RESULTS", tmp_path)
         runs = []
-        for row, gain in (("simclr", 0), ("mined", 2)):
+        for row, gain in (("simclr", 0), ("mined", 2), ("simclr, twice", 1), ("hcl", 0)):
             settings = sentence_rows.settings_of(row) | {"temperature": 0.05, "rate": 2e-5}
             for seed in range(3):
                 figures = dict.fromkeys(("mrr", "r1", "r10", "same_source"), 70.0 + gain + seed)
                 groups = [70.0 + gain + k for k in range(20)]
-                about = {"row": row, "seed": seed, "settings": settings, "seconds": 5}
+                seconds = 10 if row == "simclr, twice" else 5 + seed
+                about = {"row": row, "seed": seed, "settings": settings, "seconds": seconds}
                 runs.append(about | figures | {"by_group": groups})
         found = {"before": runs[0], "runs": runs}
         (tmp_path / "some.json").write_text(json.dumps(found))
-        lines = [line.split("  ") for line in sentence_rows.table("some").splitlines()]
-        lines = [[cell.strip() for cell in line if cell.strip()] for line in lines]
-        assert ["mined", "3", "0.05", "2e-05"] + ["73.0 ± 1.0"] * 4 + ["5 ± 0"] in lines
-        assert ["mined − simclr", "3"] + ["+2.0 ± 0.0"] * 3 in lines
+        lines = sentence_rows.table("some", "finding").splitlines()
+        measures = " | ".join(["73.0 ± 1.0"] * 4)
+        assert f"| `mined` | 3 | 0.05 | 2e-05 |  | {measures} | 0.6 ± 0.1 |" in lines
+        gains = " | ".join(["+2.0 ± 0.0"] * 3)
+        assert f"| mined − simclr | 3 | {gains} |" in lines
+        assert not any("hcl" in line for line in lines)
+        assert "| hcl − simclr | 3 |" in sentence_rows.table("some")
+        assert "`mined`" not in sentence_rows.table("some", seeds=2)  # three are needed
 
 
 class TestPeers:
