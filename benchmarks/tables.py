@@ -149,10 +149,10 @@ Tiny ImageNet, 10 epochs: `hcl` | short-runs | tiny: hcl − simclr
 CIFAR-10, 10 epochs: `hcl` | short-runs | cifar10: hcl − simclr
 CIFAR-10, 10 epochs: `hcl`, β = 2 | short-runs | cifar10-beta: hcl-2 − simclr
 CIFAR-10, 10 epochs: `ot`, over `hcl` | short-runs | cifar10: ot − hcl
-Tiny ImageNet, 60 epochs: weights | pays | pays-tiny: tilted 0.1 − simclr 0.1
-CIFAR-10, 60 epochs: weights | pays | pays-cifar10: tilted 0.2 − simclr 0.1
+Tiny ImageNet, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-tiny: tilted 0.1 − simclr 0.1
+CIFAR-10, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-cifar10: tilted 0.2 − simclr 0.1
 CIFAR-10, 60 epochs: `hcl`, t of 10 epochs | pays | long: hcl − simclr
-Few images: DiffHard, over more epochs | generated | games-10: DiffHard − twice
+Few images: DiffHard, not more epochs | generated | games-10: DiffHard − twice
 Text: found negatives | text | code_search: mined − simclr
 Text: `hcl`, over found alone | text | code_search: mined, hcl − mined
 """
