@@ -255,8 +255,8 @@ def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) ->
     for line in cells(rows_of(results)):
         table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
     versions = [f"{name} {number}" for name, number in results["versions"].items()]
-    facts = f"{results['epochs']} epochs took {results['seconds']:.0f} seconds on "
-    facts += f"{results['device']} on {results['date']}, with {' and '.join(versions)}"
+    facts = f"Training took {results['seconds']:.0f} seconds on {results['device']}. "
+    facts += f"It ended on {results['date']}, with {' and '.join(versions)}."
     settings = [f"{name} {value}" for name, value in results["options"].items()]
     verdict, besides = verdict_of(results, len(images.classes))
     home = Path(hardneg.__file__).with_name("README.md")
@@ -384,7 +384,7 @@ def draw_map(encoders: dict, images: Images) -> tuple:
         for k, text in enumerate(images.classes[:10]):
             own = x[:, labels == k]
             axis.scatter(*own, s=6, color=plt.cm.tab10(k))
-            if encoder is encoders["trained"]:
+            if encoder is encoders["trained"] and len(images.classes) <= 10:
                 box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
                 axis.text(*own.mean(1), text[:30], ha="center", parse_math=False, bbox=box)
         axis.set(title=name, xticks=[], yticks=[])

@@ -189,13 +189,16 @@ class TestReport:
             assert apart > 5 * np.linalg.norm(one - one.mean(0), axis=1).mean()
 
     def test_a_map_names_ten_classes(self, few):
-        names = ["$10_$20", "_b", "\\frac$", *"defghijk"]  # no formulas, and there are ten colours
+        """Names are no formulas. There are ten colours, and no room for more names."""
+        names = ["$10_$20", "_b", "\\frac$", *"defghijk"]
         encoder = hardneg.Encoder(size=16)
-        images = few._replace(classes=names)
-        _, _, figure = report.draw_map({"untrained": encoder, "trained": encoder}, images)
-        assert report.png(figure)
-        assert [text.get_text() for text in figure.axes[1].texts] == names[:10]
-        assert [len(axis.collections) for axis in figure.axes] == [11, 11]
+        for some in (names[:10], names):
+            images = few._replace(classes=some)
+            _, _, figure = report.draw_map({"untrained": encoder, "trained": encoder}, images)
+            assert report.png(figure)
+            shown = [text.get_text() for text in figure.axes[1].texts]
+            assert shown == (some if len(some) == 10 else [])
+            assert [len(axis.collections) for axis in figure.axes] == [11, 11]
 
     def test_curves_show_each_figure_that_changes(self):
         history = [{"epoch": 1, "loss": 3.0, "candidates": 30.0, "ess": 1.0, "clamped": 0.1}]
