@@ -216,8 +216,9 @@ def parse(argv: list[str]) -> dict:
         group = groups.get(name, groups[title])
         group.add_argument(flag_of(name), default=None, **more)
     found, unknown = parser.parse_known_args(argv)
+    flags = ["--compare", "--seeds", "--help-all", *map(flag_of, FLAGS)]
     for word in unknown:
-        parser.error(f"there is no {word}{hardneg.did_you_mean(word, map(flag_of, FLAGS))}")
+        parser.error(f"there is no {word}{hardneg.did_you_mean(word, flags)}")
     return {name: x for name, x in vars(found).items() if x is not None}
 
 

@@ -207,8 +207,8 @@ CURVES = {
     "Loss": ("loss d_loss g_loss", "It should fall, and become flat at the end."),
     "kNN accuracy in percent": (
         "knn",
-        "It should rise. To save time it is measured on fewer images than in the table, and fewer "
-        "neighbours to vote make it lower.",
+        "It should rise. To save time it is measured on fewer images than in the table. So the 200 "
+        "that vote are less near, and it is lower.",
     ),
     "Cosines": (
         "positive negative spread",
@@ -218,7 +218,7 @@ CURVES = {
     "Shares": (
         "ess clamped",
         "ess is the share of negatives that count. clamped is the share of anchors for which "
-        "debiasing leaves no more than its floor.",
+        "debiasing leaves no more than its floor. A curve that stays at one value is left out.",
     ),
     "Negatives of an anchor": ("candidates", "So many samples are pushed away."),
 }
@@ -266,7 +266,7 @@ def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) ->
         "besides": besides,
         "command": command_of(options),
         "facts": facts,
-        "settings": ", ".join(settings + images.classes),
+        "settings": f"{', '.join(settings)}. Classes: {', '.join(images.classes)}",
         "home": os.path.relpath(home, options.out),
     }
     texts = {name: html.escape(shown(text)) for name, text in texts.items()}
@@ -278,10 +278,10 @@ def verdict_of(results: dict, classes: int) -> tuple[str, str]:
     before = results["untrained"]
     if not classes:
         verdict = f"Uniformity is {results['uniformity']:.1f}"
-        return verdict, f"It is {before['uniformity']:.1f} without training."
+        return verdict, f"Without training it is {before['uniformity']:.1f}."
     guess = f"Guessing among the {classes} classes would be right for {100 / classes:.1f} %."
-    verdict = f"{results['linear']:.1f} % of test images are told right"
-    return verdict, f"It is {before['linear']:.1f} % without training. {guess}"
+    verdict = f"{results['linear']:.1f} % of test images are told right by linear readout"
+    return verdict, f"Without training it is {before['linear']:.1f} %. {guess}"
 
 
 def command_of(options) -> str:
@@ -317,9 +317,8 @@ def draw_curves(history: list[dict]) -> Iterator[tuple]:
                 axis.plot(epochs, values, ".-", label=name, linewidth=1)
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        if len(axis.lines) > 1:
-            axis.legend(frameon=False)
         if axis.lines:
+            axis.legend(frameon=False)
             yield title, caption, figure
         plt.close(figure)
 
@@ -353,7 +352,7 @@ def draw_nearest(options, z: dict, labels: Tensor, test: Tensor) -> tuple:
         if column == 0:
             axis.add_patch(plt.Rectangle((x, y), side, side, fill=False, linewidth=2))
     caption = "Each framed image is followed by the others nearest to it, its hardest negatives. "
-    caption += "The numbers are their weights."
+    caption += "The numbers are their weights, and the average weight is 1."
     if labels.max() >= 0:
         caption += " An orange number marks a false negative, which has the class of the image."
     return "The hardest negatives, before and after training", caption, figure

@@ -246,10 +246,10 @@ class TestReport:
         results = {"linear": 82.04, "uniformity": -2.0}
         results["untrained"] = {"linear": 25.6, "uniformity": -0.1}
         verdict, besides = report.verdict_of(results, 10)
-        assert verdict == "82.0 % of test images are told right"
-        assert besides.startswith("It is 25.6 % without") and besides.endswith("for 10.0 %.")
+        assert verdict == "82.0 % of test images are told right by linear readout"
+        assert besides.startswith("Without training it is 25.6 %.") and "for 10.0 %." in besides
         verdict, besides = report.verdict_of(results | {"linear": None}, 0)
-        assert (verdict, besides) == ("Uniformity is -2.0", "It is -0.1 without training.")
+        assert (verdict, besides) == ("Uniformity is -2.0", "Without training it is -0.1.")
 
 
 def row(*values):
@@ -788,6 +788,7 @@ MISTAKES = """
 --loss hrad | did you mean 'hard'?
 --compare hcl hrad | did you mean 'hard'?
 --tempreature 1 | there is no --tempreature; did you mean '--temperature'?
+--compar hcl hard | there is no --compar; did you mean '--compare'?
 hard | there is no hard
 --lr 0 | lr is 0
 --micro-batch 0 | --micro-batch is 0
