@@ -1302,7 +1302,7 @@ class _Single(torch.autograd.Function):
     def backward(ctx, grad):
         _only_once()
         _ = ctx.saved_tensors  # autograd looks for changes here
-        return None, None, None, *ctx.run(grad)[2]
+        return (None,) * 3 + tuple(ctx.run(grad)[2])
 
 
 def _only_once():

@@ -379,10 +379,10 @@ def draw_map(encoders: dict, images: Images) -> tuple:
     for axis, (name, encoder) in zip(axes, encoders.items(), strict=True):
         train, test = (hardneg.embed(encoder, x)[0].cpu() for x in (images.train, images.test))
         x = (test @ plane_of(train, images.train_labels.cpu())).T
-        axis.scatter(*x, s=6, color="0.9")  # there are ten colours
+        axis.scatter(x[0], x[1], s=6, color="0.9")  # there are ten colours
         for k, text in enumerate(images.classes[:10]):
             own = x[:, labels == k]
-            axis.scatter(*own, s=6, color=plt.cm.tab10(k))
+            axis.scatter(own[0], own[1], s=6, color=plt.cm.tab10(k))
             if encoder is encoders["trained"] and len(images.classes) <= 10:
                 box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
                 axis.text(*own.mean(1), text[:30], ha="center", parse_math=False, bbox=box)
