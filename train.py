@@ -134,7 +134,11 @@ FIRST = "loss temperature alpha beta method data epochs out overwrite".split()
 def users_of(name: str) -> str:
     """List the losses, methods and data sets that use an option, or nothing if all do."""
     users = FLAGS[name].of.split()
-    found = [loss for loss, row in hardneg.PRESETS.items() if set(row) & set(users)]
+    found = []
+    for loss, row in hardneg.PRESETS.items():
+        own = LOSSES.get(loss, {}).get("weights")  # in place of those of the preset
+        if {own, row[0], row[1]} & set(users):
+            found.append(loss)
     found += [name for name in [*METHODS, *TORCHVISION] if name in users]
     return ", ".join(found)
 

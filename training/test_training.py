@@ -601,7 +601,7 @@ IDLE = """
 --loss simclr --anneal | --anneal has no effect with --method simclr and --loss simclr. It is for \
 hcl.
 --loss hcl --no-lead-in | --no-lead-in has no effect with --method simclr and --loss hcl. It is \
-for hard, hard-simple.
+for hard, hard-simple, triplet.
 --loss simple --temperature 1 | --temperature has no effect with --method simclr and --loss \
 simple. It is for simclr, debiased, hcl, ot, hard, ppcl, supcon.
 --loss triplet --epsilon 1 --weights transported |
@@ -610,7 +610,7 @@ queue, diffhard.
 --loss simple --weights tilted --temperature 1 |
 --compare hcl hard --alpha .3 |
 --compare hcl ot --alpha .3 | --alpha has no effect with --method simclr and --loss hcl, ot. It \
-is for hard, hard-simple.
+is for hard, hard-simple, triplet.
 --method queue --labels | --labels has no effect with --method queue and --loss hcl. It is for \
 simclr, bank, clae.
 --loss ppcl --tau-plus .1 | Without labels, ppcl of --loss ppcl is the same as nce.; If the images \
