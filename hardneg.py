@@ -255,8 +255,8 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose the positives come from the same draw, as in a
                     batch. Then pass another correction. Let q_i be the probability with which the
-                    positive of anchor i was drawn. The right correction divides e^s by
-                    K q_j, and e^p by K q_i. `nce` depends only on e^s / e^p, so K cancels. Pass
+                    positive of anchor i was drawn. The right correction divides e^s by K q_j, and
+                    e^p by K q_i. `nce` depends only on e^s / e^p, so K cancels. Pass
                     log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
@@ -312,7 +312,7 @@ class _Answers(NamedTuple):
 
 
 def answer(anchors, shared, options):
-    """Answer the three questions for some anchors. What it says of an anchor uses its row alone.
+    """Answer the three questions for some anchors. The answers for an anchor use its row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
@@ -1065,8 +1065,8 @@ def mine(
     group           A process group of torch.distributed, whose ranks share the work. All of them
                     pass the same arguments. Each rank answers a share of the queries, and all ranks
                     get the results of all queries.
-    To train on rows = mine(…), embed them again, with a gradient. Then call the
-    loss with negatives=encoder(documents[rows]) (n, k, D) and negative_mask=rows >= 0.
+    To train on rows = mine(…), embed them again, with a gradient. Then call the loss with
+    negatives=encoder(documents[rows]) (n, k, D) and negative_mask=rows >= 0.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
     whichever is more."""
     n, size, device = len(queries), len(documents), queries.device
@@ -1165,7 +1165,7 @@ def _evaluate(anchors, shared, group, options):
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, a, options)
-    if options["reduction"] == "none":  # the caller's mean and that of DDP need no factor
+    if options["reduction"] == "none":  # a mean by the caller and one by DDP need no factor
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
     if group is not None:
@@ -2243,9 +2243,9 @@ class Game(nn.Module):
 # index (B,) has the places of the images in the training set. Figures are a dict of numbers to
 # report. While a method trains alone, before the encoder begins, encoder and loss are None.
 # TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
-# that a run over ranks is the same up to rounding. If you change the order in which a step
-# draws numbers, a seed gives another run. All ranks have the same seed, so draw numbers for samples
-# by `_drawn`. Whatever `step` or `after_step` changes must end up equal on all ranks. The loop sees
+# that a run over ranks is the same up to rounding. If you change the order in which a step draws
+# numbers, a seed gives another run. All ranks have the same seed, so draw numbers for samples by
+# `_drawn`. Whatever `step` or `after_step` changes must end up equal on all ranks. The loop sees
 # to that only for the gradients of its own optimizer, and for BatchNorm.
 
 
@@ -2546,7 +2546,7 @@ class Training:
             seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             shared = len(order) // self.ranks * self.ranks
-            # `_drawn` takes the same rows, every ranks-th one from rank on; change both together
+            # `_drawn` takes the numbers of the same rows, so change both together
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch

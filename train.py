@@ -42,8 +42,8 @@ METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier one
 
 # The columns of FLAGS are
-#     taker    who takes the option: the loss, the method, the images, the training or the run; what
-#              the command takes may change when a run goes on
+#     taker    who takes the option: the loss, the method, the images, the training, the run, or the
+#              command. What the command takes may change when a run goes on
 #     default  None leaves it to TABLES, to the loss, or to the taker
 #     kind     a type, or the choices
 #     text     the sentence of --help

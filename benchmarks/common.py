@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class Record:
         if path_of(name).exists():
             self.found = read(name)
         if self.found["corpus"]["sha256"] != about["sha256"]:
-            raise SystemExit(f"{name} is of another corpus; name another with --record")
+            raise SystemExit(f"{name} is of another corpus. Name another record with --record.")
 
     def choose(self, what: str, name: str, values: tuple, measure: Callable) -> float:
         """Return the value of a setting that has the best measure, an MRR on validation files."""
@@ -75,12 +74,9 @@ class Record:
         return float(max(tried, key=tried.get))
 
     def once(self, row: str, settings: dict, seed: int, measure: Callable) -> None:
-        """Record what a row measures with a seed, and its processor time if it does not say."""
+        """Record what a row measures with a seed, unless that is recorded already."""
         about = {"row": row, "seed": seed, "settings": settings}
         if any(about.items() <= run.items() for run in self.found["runs"]):
             return
-        begin = time.process_time()
-        figures = measure()
-        seconds = {"seconds": time.process_time() - begin}
-        self.found["runs"].append(about | seconds | figures)
+        self.found["runs"].append(about | measure())
         write(self.name, self.found)

@@ -249,13 +249,13 @@ def gain_in(found: dict, row: str, figure: str, baseline: str = "simclr") -> str
     return report.gain(compare.gaps_of(found[row], found[baseline], figure))
 
 
-def search(record: str = "code_search") -> str:
+def search() -> str:
     """Write how well documents are found. Gains and times are over `simclr`."""
     lines = [["row", "t", "rate", "MRR", "R@1", "R@10", "same file", "gain in MRR", "time"]]
     measures = "mrr", "r1", "r10", "same_file"
-    floor = common.read(record)["bm25"]
+    floor = common.read("code_search")["bm25"]
     lines.append(["BM25", "", ""] + [f"{floor[name]:.1f}" for name in measures] + ["", ""])
-    found = rows_of(record)
+    found = rows_of("code_search")
     seconds = {row: mean(run["seconds"] for run in runs) for row, runs in found.items()}
     for row, runs in found.items():
         settings = runs[0]["settings"]
@@ -265,11 +265,11 @@ def search(record: str = "code_search") -> str:
     return report.markdown(lines)
 
 
-def pairs(record: str = "minimal_pairs") -> str:
+def pairs() -> str:
     """Write what minimal pairs teach: figures, and what the rows with a + gain in-batch."""
     titles = {"all": "two-way", "words": "words balanced", "blind": "blind balanced", "mrr": "MRR"}
     lines = [["", *titles.values(), "two-way, over in-batch"]]
-    found = rows_of(record)
+    found = rows_of("minimal_pairs")
     for row, runs in found.items():
         baseline = "bag, in-batch" if row.startswith("bag") else "in-batch"
         gain = gain_in(found, row, "all", baseline) if "+" in row else ""

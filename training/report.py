@@ -208,7 +208,7 @@ CURVES = {
     "kNN accuracy in percent": (
         "knn",
         "It should rise. To save time it is measured on fewer images than in the table. So the 200 "
-        "that vote are less near, and it is lower.",
+        "that vote lie farther away, and the accuracy is lower.",
     ),
     "Cosines": (
         "positive negative spread",

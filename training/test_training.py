@@ -181,8 +181,8 @@ class TestReport:
         labels = torch.arange(120) % 3
         noise = torch.randn(120, 6, generator=torch.Generator().manual_seed(0))
         noise[:, 5] *= 30
-        features = {"untrained": noise, "trained": torch.eye(6)[labels] + 0.1 * noise}
-        x = (features["trained"] @ report.plane_of(features["trained"], labels)).numpy()
+        features = torch.eye(6)[labels] + 0.1 * noise
+        x = (features @ report.plane_of(features, labels)).numpy()
         places = [x[labels == k] for k in range(3)]
         for one, other in itertools.combinations(places, 2):
             apart = np.linalg.norm(one.mean(0) - other.mean(0))
