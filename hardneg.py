@@ -378,13 +378,14 @@ class ContrastiveLoss(nn.Module):
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
 #     t           the temperature. Do not take the option `temperature` instead. If it is learned,
-#                 section 7 would not find its gradient, and so would not work in blocks
+#                 section 7 cannot find its gradient block by block. It then computes all anchors
+#                 in one go, which takes the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
 #   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked.
-#   - A whole row is masked if an anchor has no candidate. So sums, means and minima are taken over
-#     what is above FAR.
+#   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
+#     row of an anchor without candidates is masked.
 #   - The logits can be those of positives. So they can be lower than all candidates.
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
@@ -421,8 +422,9 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
 
 def hardest(logits: Tensor, candidates: Tensor | None = None) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, ties included.
-    A loss scales the weights to mean 1, so that the nearest one counts N_i times. With `top` it
-    would count once. candidates is as in `top`. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    With weights="hardest" a loss scales the weights to mean 1, so the nearest candidate counts N_i
+    times. With weights="top" and a tiny alpha a loss keeps the same candidate and does not scale,
+    so it counts once. candidates is as in `top`. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
     return top(logits, 1e-9, candidates)  # ⌈1e-9 · N⌉ is 1 up to N = 1e9
 
 
@@ -651,15 +653,19 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     E  = Σ_j w_j e^{s_j} / Σ_j w_j         over the candidates of an anchor
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
-# means over few samples. So `published` has a floor. These cases come up.
-#     anchor               log E     log E⁺    result
-#     ordinary             finite    finite    what is left
-#     too near a positive  finite    finite    the floor
-#     without candidates   −1e30     finite    the floor
-#     without positives    finite    −1e30     what is left; `answer` makes its loss 0
-#     without both         −1e30     −1e30     anything finite; `answer` makes its loss 0
-#     all dropped by a     about 0   finite    anything finite; `debias` adds log_total, which is
-#     rule                                     −1e30 here, so nothing is left after all
+# means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
+# of Σ_j w_j. These cases come up.
+#     anchor                   log E     log E⁺   result of `published`   log_total
+#     ordinary                 finite    finite   what is left            finite
+#     too near a positive      finite    finite   the floor               finite
+#     without positives        finite    −1e30    what is left            finite
+#     without candidates       −1e30     finite   the floor               −1e30
+#     all dropped by a rule    about 0   finite   anything finite         −1e30
+#     without either           −1e30     −1e30    anything finite         −1e30
+# Where log_total is −1e30, the sum is below FAR whatever `published` returns. So nothing is left.
+# log E is log Σ_j w_j e^{s_j} − log_total. Without candidates logits and log weights are both
+# masked, so that is −2e30 + 1e30. If a rule drops all, only the weights are masked, so that is
+# −1e30 + 1e30. Nothing relies on this difference. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -953,21 +959,24 @@ def sinkhorn(
     kernel is not symmetric, the mean does not converge.
 
     Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. Some
-    masks force an entry to 0 in every coupling, although it is not masked itself. They take many
-    steps, too.
+    masks leave nothing for a pair that is not masked itself. Suppose anchor 1 may have candidate 1
+    alone, and their totals are equal. Then no other anchor can have candidate 1. Such masks take
+    many steps, too.
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. A step multiplies the error by up
     # to μ², where μ is the second singular value of √(AN) P. In a symmetric step the error along an
     # eigenvector of A·P, with eigenvalue λ, gets the factor (λ² − λ)/2. That is within ±1/8 for λ
     # from −0.2 to 1.
-    # With entries that masks force to 0 the error falls as 1 / steps.
+    # If a mask leaves nothing for a pair, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
         n_columns = (log_columns > FAR).sum().clamp_min(1)
-        if step > 0:  # f and g are of the step before, so e^{f + log_rows} should be 1
+        # f and g are of the step before, so e^{f + log_rows} should be 1. Only rows are looked at.
+        # The columns are exact after a plain step, and like the rows after a symmetric one
+        if step > 0:
             off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
@@ -976,12 +985,12 @@ def sinkhorn(
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
             f = g = (f + g) / 2
-    return f - n_rows.log(), g, error
+    return f - n_rows.log(), g, error  # this is the division by A in the sketch above
 
 
 def _log_sums(blocks, g):
-    """Compute log Σ_j e^{K_ij + g_j} for each row (A,), where K is −C/ε. With f_i minus that,
-    compute log Σ_i e^{K_ij + f_i} for each column (N,)."""
+    """Compute r_i = log Σ_j e^{g_j − C_ij/ε} for each row (A,). Then set f_i = −r_i, and compute
+    log Σ_i e^{f_i − C_ij/ε} for each column (N,). A block has rows of −C/ε."""
     log_rows, log_columns = [], None
     for block in blocks:  # (a, N)
         sums = log_sum(block, g)  # (a,)
@@ -1065,8 +1074,8 @@ def mine(
     group           A process group of torch.distributed, whose ranks share the work. All of them
                     pass the same arguments. Each rank answers a share of the queries, and all ranks
                     get the results of all queries.
-    To train on rows = mine(…), embed them again, with a gradient. Then call the loss with
-    negatives=encoder(documents[rows]) (n, k, D) and negative_mask=rows >= 0.
+    To train on rows = mine(…), embed the texts or images of these documents again, with a gradient.
+    Pass these embeddings (n, k, D) as negatives=, and rows >= 0 as negative_mask=.
     Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
     whichever is more."""
     n, size, device = len(queries), len(documents), queries.device
@@ -1165,7 +1174,9 @@ def _evaluate(anchors, shared, group, options):
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, a, options)
-    if options["reduction"] == "none":  # a mean by the caller and one by DDP need no factor
+    # For "none" the caller takes the mean over this rank, and DDP takes the mean over all ranks.
+    # That is the mean over all anchors, so the factor of `_over_ranks` is not needed.
+    if options["reduction"] == "none":
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
     if group is not None:
@@ -1235,6 +1246,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
     # a backward pass may run this under the caller's autocast
     off = _autocast_off(losses.device.type)
+    # for "none" there are no grad_losses yet, but `_leaves` has to see the graph
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
@@ -1249,6 +1261,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
                 found.losses.backward(grad_losses[rows])
                 for gradient, x in zip(of_anchors, _learned(some), strict=True):
                     gradient[rows] = 0 if x.grad is None else x.grad
+    # in the order of `_learned(anchors + shared)`
     return losses, lacking, of_anchors + [x.grad for x in _learned(everyone)]
 
 
@@ -1463,9 +1476,10 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
-# After this line glibc keeps the memory of a block that is freed, for the next one. Without it
-# glibc would return each to the operating system, and large losses would take up to 1.24 times as
-# long.
+# Allocate 31 MB, and free them at once. From then on glibc keeps freed memory up to that size, and
+# uses it again. Otherwise it would return the matrix of each block to the operating system, and
+# large losses would take up to 1.24 times as long. The most that glibc allows is 32 MiB. No result
+# depends on this line.
 torch.empty(31 * 2**18, device="cpu")
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
@@ -1557,7 +1571,9 @@ def _check_call(options, views, given):
         )
     shape = "B", "D"
     for i, view in enumerate(views):
-        _check_tensor(f"views[{i}]", view, "float", shape, hint="; labels go in labels=")
+        _check_tensor(
+            f"views[{i}]", view, "float", shape, hint="; labels go in labels=", required=True
+        )
         shape = view.shape
     is_group = group is None or isinstance(group, distributed.ProcessGroup)
     _require(is_group, "group", repr(group), "a process group of torch.distributed")
@@ -1572,10 +1588,9 @@ def _check_call(options, views, given):
     else:
         a = b
         n = k = _check_negatives(negatives, views, options, labels, group)
-    if labels is not None:
-        _check_tensor(
-            "labels", labels, "", (b + k,), hint=f" for {b} samples and {k} rows of negatives"
-        )
+    _check_tensor(
+        "labels", labels, "", (b + k,), hint=f" for {b} samples and {k} rows of negatives"
+    )
     _check_index("positive_index", positive_index, n, b)
     _check_tensor("negative_mask", mask, "bool", (a, n), (n,))
     _check_tensor("log_weights", log_weights, "float", (a, n), (n,))
@@ -1616,16 +1631,16 @@ def _check_negatives(negatives, views, options, labels, group):
     return negatives.shape[-2]
 
 
-def _check_tensor(name, x, kind, *shapes, hint=""):
-    """Check a tensor, if it is given. None passes, unless there is a hint, as for views and labels.
+def _check_tensor(name, x, kind, *shapes, hint="", required=False):
+    """Check a tensor. None passes if the tensor is not required.
     kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any length
-    above 0."""
-    if x is None and not hint:
+    above 0. The hint ends the message of an error."""
+    if x is None and not required:
         return
     if kind != "float":  # an index, say, may be a list
         try:
             x = torch.as_tensor(x)
-        except (TypeError, ValueError, RuntimeError):  # of words, say, or of unequal lengths
+        except Exception:  # of words, say, or of unequal lengths
             pass
     fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
     if not (fits and kind in str(x.dtype)):
@@ -1932,8 +1947,9 @@ def _unwrapped(network):
 
 @torch.no_grad()
 def _average(tensors, group):
-    """Replace float32 tensors by their means over the ranks, in one message.
-    So all ranks need a gradient of the same parameters."""
+    """Replace float32 tensors by their means over the ranks.
+    They are sent as one vector, so all ranks must pass the same list. If these are gradients, a
+    parameter that has one must have one on every rank."""
     if group is None or not tensors:
         return
     flat = torch.cat([x.flatten() for x in tensors])
@@ -2239,9 +2255,12 @@ class Game(nn.Module):
 # the encoder down the loss, and then calls `after_step`:
 #     step(encoder, images, index, generator, **options) → loss, figures
 #     after_step() → figures or None
-# The loop also reads its `criterion`, `pretrain` and `scheduled`, and sets its `group`.
-# index (B,) has the places of the images in the training set. Figures are a dict of numbers to
-# report. While a method trains alone, before the encoder begins, encoder and loss are None.
+# options are those that `schedules` change, and return_stats, which asks for figures of the loss.
+# What `step` keeps for `after_step` need not be saved, as a run is saved after both. Both draw from
+# the same generator. The loop also reads the method's `criterion`, `pretrain` and `scheduled`, and
+# sets its `group`. index (B,) has the places of the images in the training set. Figures are a dict
+# of numbers to report. While a method trains alone, before the encoder begins, encoder and loss are
+# None.
 # TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
 # that a run over ranks is the same up to rounding. If you change the order in which a step draws
 # numbers, a seed gives another run. All ranks have the same seed, so draw numbers for samples by
@@ -2590,6 +2609,7 @@ class Training:
                 encoder, images, index, generator, return_stats=read, **options
             )
             if encoder is not None:
+                # DiffHard relies on the backward pass being here, between `step` and `after_step`
                 _descend(loss, self.optimizer, "encoder", read, self.group)
                 figures = {"loss": loss.detach()} | figures | options
             figures |= self.method.after_step() or {}
