@@ -137,9 +137,9 @@ class Options(TypedDict, total=False):
         OBJECTIVES,
         """What is done with the weighted negatives. By default the loss decides. A function of your
         own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
-        losses (a,). What does not count is −1e30. If all candidates of an anchor are masked, the
-        loss must not depend on their logits. Like weights, the function must not draw random
-        numbers.""",
+        losses (a,). What does not count is −1e30. If all candidates of an anchor are masked, all
+        its logits and log weights of candidates are −1e30. See that this number does not get into
+        the loss. Return 0, say. Like weights, the function must not draw random numbers.""",
     ]
     temperature: Annotated[
         float | Tensor,
@@ -213,12 +213,12 @@ class Options(TypedDict, total=False):
         int | None,
         None,
         [0, 2**40],
-        """How many anchors are worked on at once. By default it is all of them, if the batch has up
-        to 2^18 pairs, on a GPU 2^23. A larger batch is cut into blocks of up to 2^20 pairs, on a
-        GPU 2^25, but of 64 anchors at least. So memory grows with A + N instead of A·N. 0 turns
-        blocks off. Blocks change a result by rounding only. In blocks a loss has no second
-        derivatives. If a function of yours has parameters that learn, or under torch.func, all
-        anchors are computed in one go.""",
+        """How many anchors are worked on at once. By default a batch of more than 2^18 pairs, on a
+        GPU 2^23, goes through blocks. A block has up to 2^20 pairs, on a GPU 2^25, but 64 anchors
+        at least. Just above the limit a single block has the whole batch. So memory grows with
+        A + N instead of A·N. 0 turns blocks off. Blocks change a result by rounding only. In blocks
+        a loss has no second derivatives. If a function of yours has parameters that learn, or under
+        torch.func, all anchors are computed in one go.""",
     ]
 
 
@@ -254,10 +254,10 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose the positives come from the same draw, as in a
-                    batch. Then pass another correction. Let q_i be the probability with which the
-                    positive of anchor i was drawn. The right correction divides e^s by K q_j, and
-                    e^p by K q_i. `nce` depends only on e^s / e^p, so K cancels. Pass
-                    log q_i − log q_j.
+                    batch. Then pass log q_i − log q_j in its place. Here q_i is the probability
+                    with which the positive of anchor i was drawn. This is why. The right
+                    correction divides e^s by K q_j, and e^p by K q_i. `nce` depends only on
+                    e^s / e^p, so K cancels.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -386,7 +386,8 @@ class ContrastiveLoss(nn.Module):
 #   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked.
 #   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
 #     row of an anchor without candidates is masked.
-#   - The logits can be those of positives. So they can be lower than all candidates.
+#   - Do not assume that `logits` are among `candidates`. Those of positives can all be lower or
+#     higher.
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
@@ -480,7 +481,7 @@ def transported(
 
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns as the logits are masked.
-    The function gets a copy, so that a masked logit has no gradient."""
+    The function gets a copy by masked_fill, whose gradient at masked logits is 0."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
@@ -564,9 +565,9 @@ def _fill_in(function, given):
 #     and any other option by its name.
 # What an objective must do:
 #   - The loss of an anchor follows from its own row alone.
-#   - Masked logits get no gradient, for the reason that `_mask_` gives. An anchor without negatives
-#     needs care. Its gradient with respect to neg, log_w and log_negatives has to be 0. `decoupled`
-#     sees to that by masked_fill.
+#   - Send no gradient to masked logits. Nothing else stops it, see `_mask_`. An anchor without
+#     negatives needs care. Its gradient with respect to neg, log_w and log_negatives has to be 0.
+#     `decoupled` sees to that by masked_fill.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
@@ -616,15 +617,17 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: Tensor = 1.0) -> Tensor:
 
 def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 1.0) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    The difference of the distances is 2 (cos_j − cos_m). It takes memory of A·M·N, which is A·N² if
-    labels make positives. Ref: [2] IV. At η = 0 on `hardest` it is twice [4] Eq. 6."""
+    The difference of the distances is 2 (cos_j − cos_m). It takes memory of a·M·N for a block of a
+    anchors, which is a·N² if labels make positives.
+    Ref: [2] IV. At η = 0 on `hardest` it is twice [4] Eq. 6."""
     differences = t * neg[:, None] - t * pos[:, :, None]  # (a, M, N)
     hinges = F.relu(2 * differences + margin)
     return _mean(_mean(hinges, log_w[:, None]), uniform(pos))
 
 
 def own_objective(pos, neg, log_w, objective):
-    """Judge by a function of the user's. It gets copies, so that masked logits have no gradient."""
+    """Judge by a function of the user's.
+    It gets copies by masked_fill, whose gradient at masked logits is 0."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
     losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
@@ -655,17 +658,17 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. These cases come up.
-#     anchor                   log E     log E⁺   result of `published`   log_total
-#     ordinary                 finite    finite   what is left            finite
-#     too near a positive      finite    finite   the floor               finite
-#     without positives        finite    −1e30    what is left            finite
-#     without candidates       −1e30     finite   the floor               −1e30
-#     all dropped by a rule    about 0   finite   anything finite         −1e30
-#     without either           −1e30     −1e30    anything finite         −1e30
-# Where log_total is −1e30, the sum is below FAR whatever `published` returns. So nothing is left.
-# log E is log Σ_j w_j e^{s_j} − log_total. Without candidates logits and log weights are both
-# masked, so that is −2e30 + 1e30. If a rule drops all, only the weights are masked, so that is
-# −1e30 + 1e30. Nothing relies on this difference. Without positives `answer` makes the loss 0.
+#     anchor                   log E     log E⁺   `published` returns   log_total   both added
+#     ordinary                 finite    finite   what is left          finite      finite
+#     too near a positive      finite    finite   the floor             finite      finite
+#     without positives        finite    −1e30    what is left          finite      finite
+#     without candidates       −1e30     finite   the floor             −1e30       below FAR
+#     all dropped by a rule    about 0   finite   anything finite       −1e30       below FAR
+#     without either           −1e30     −1e30    anything finite       −1e30       below FAR
+# Below FAR the anchor counts as one without negatives, whatever `published` returns. So log E does
+# not matter there. Without candidates it is −2e30 + 1e30, as logits and log weights are masked. If
+# a rule drops all, it is −1e30 + 1e30, as log weights alone are masked. Without positives `answer`
+# makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -722,12 +725,14 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 
 class _Anchors(NamedTuple):
     """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
-    A new argument with a row for each anchor needs a field here. It comes in `given`, `_check_call`
-    looks at it, and `_line_up` fills the field. If it masks, name it in `plain` there."""
+    A new argument with a row for each anchor needs a field here. Append the argument to the tuple
+    `given` in `contrastive_loss`. Unpack it in `_check_call`, and check it there. Unpack it in
+    `_line_up`, and fill the field there. If it masks, name it in `plain` there, too."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views
-    own: Tensor  # (A, any number), columns of the anchor's own sample, or −1 for none
+    own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
+    #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -755,6 +760,20 @@ class _Shared(NamedTuple):
     batch: bool = False  # True if no `negatives` are given. Then the anchors of all ranks are the
     #                      candidates, which `_couple` relies on, and `own` has no −1
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
+
+
+# What `_line_up` makes of each kind of call, for the anchors of a sample:
+#     views   negatives   and                      `own`                     positives
+#     2       no                                   columns of the sample     the other view
+#     2       no          labels, objective ppcl   columns of the sample     the other view, and
+#                                                                            columns of its label
+#     1       no          labels                   column of the sample      columns of its label
+#     2       yes                                  no columns                the other view
+#     2       yes         positive_index           rows that it names        the other view
+#     1       yes         positive_index           rows that it names        these rows
+#     1       yes         both, objective ppcl     rows that it names        these rows, and rows
+#                                                                            of its label
+# Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
 def _line_up(options, views, given):
@@ -847,7 +866,8 @@ def who(anchors, shared, options):
     pos = anchors.pos
     if shared.positives_by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
-        pos = neg[rows, anchors.own]  # (a, P); neg.gather would save neg, see `_mask_`
+        # (a, P). Autograd would keep neg for the backward pass of neg.gather, see `_mask_`
+        pos = neg[rows, anchors.own]
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
@@ -864,8 +884,9 @@ def _mask_(neg, pos, anchors, shared, options):
     Autograd does not record this change. It is safe under two rules. First, no operation before
     this may have saved neg for its backward pass, as neg.square() would. That raises an error in
     the backward pass. Second, whatever comes after this must have no gradient at masked logits. If
-    it has one, nothing tells you. A softmax has none there. Any other function needs a copy in
-    which masked_fill has set them to a constant."""
+    it has one, only tests tell you, such as TestContrastiveLoss for the rows of the tables. A
+    softmax has none there. Any other function has to cut it, by masked_fill on a copy or by a
+    clamp."""
     # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
     # for j but not j for i, name it in `symmetric` of `_couple`, too.
     _drop_(neg, anchors.own, shared.batch)
@@ -958,24 +979,26 @@ def sinkhorn(
     rows fall into two groups, and each row is coupled with rows of the other group alone. If the
     kernel is not symmetric, the mean does not converge.
 
-    Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. Some
-    masks leave nothing for a pair that is not masked itself. Suppose anchor 1 may have candidate 1
-    alone, and their totals are equal. Then no other anchor can have candidate 1. Such masks take
+    Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. A mask
+    can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone, and
+    their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks take
     many steps, too.
     Ref: [2] Eq. 5"""
-    # How fast does it converge? You need not know this to use it. A step multiplies the error by up
-    # to μ², where μ is the second singular value of √(AN) P. In a symmetric step the error along an
-    # eigenvector of A·P, with eigenvalue λ, gets the factor (λ² − λ)/2. That is within ±1/8 for λ
-    # from −0.2 to 1.
-    # If a mask leaves nothing for a pair, the error falls as 1 / steps.
+    # How fast does it converge? You need not know this to use it. A step multiplies the distance of
+    # f from its limit by up to μ², where μ is the second singular value of √(AN) P. In a symmetric
+    # step the part of this distance along an eigenvector of A·P, with eigenvalue λ, gets the factor
+    # (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1.
+    # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
+    # A pass has sums with the old g, then the error of the old f and g, and then new f and g.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
         n_columns = (log_columns > FAR).sum().clamp_min(1)
-        # f and g are of the step before, so e^{f + log_rows} should be 1. Only rows are looked at.
-        # The columns are exact after a plain step, and like the rows after a symmetric one
+        # For the right f and g, e^{f + log_rows} is 1. It is enough to look at the totals of rows.
+        # After a plain step those of columns have no error. After a symmetric step f = g, so they
+        # have the same error.
         if step > 0:
             off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
             error = off.abs().sum() / n_rows
@@ -1022,6 +1045,8 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
+    # if weights are detached, nothing later needs the gradient of these rows, so no rank waits for
+    # another in the backward pass of `gather`
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1160,6 +1185,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
+# `_run_blocks` runs in four situations. In this table "yes" says that gradients are on.
+#     reduction    pass         grad_losses    gradients   used of the result
+#     any          no_grad      None           no          losses
+#     a sum        forward      ones           yes         losses and gradients
+#     "none"       forward      None           yes         losses
+#     "none"       backward     from autograd  yes         gradients
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1175,7 +1206,8 @@ def _evaluate(anchors, shared, group, options):
     if _may_read(value):
         _warn_of(lacking, a, options)
     # For "none" the caller takes the mean over this rank, and DDP takes the mean over all ranks.
-    # That is the mean over all anchors, so the factor of `_over_ranks` is not needed.
+    # That is the mean over all anchors. So the loss need not be multiplied by the number of ranks,
+    # as `_over_ranks` does for sums.
     if options["reduction"] == "none":
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
@@ -1246,7 +1278,8 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
     # a backward pass may run this under the caller's autocast
     off = _autocast_off(losses.device.type)
-    # for "none" there are no grad_losses yet, but `_leaves` has to see the graph
+    # In a forward pass it is as the caller has it. For "none" that is so that `_leaves` sees the
+    # graph. In a backward pass autograd has turned gradients off, but grad_losses need them.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
@@ -1389,8 +1422,8 @@ def _share(n, group):
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 # Compiled code runs these checks, too, and on a GPU the host must not wait. So read no value
-# without `_may_read`. TestLargeBatches compiles losses, TestReadyForAGPU counts what the host
-# reads, and TestInvalidArguments has the errors.
+# without `_may_read`. Sinkhorn alone is an exception, see `_stops`. TestLargeBatches compiles
+# losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -2173,8 +2206,9 @@ class Game(nn.Module):
         self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
         self.to(memory_format=torch.channels_last)
-        # "G" and "ascent" move the same parameters, and so share their gradients. Whoever takes a
-        # step clears them first. `_descend` does so for G, and `DiffHard.step` for the ascent.
+        # "G" and "ascent" move the same parameters, and so share their gradients. These are cleared
+        # before the backward pass that fills them for a step. `_descend` does so for G. For the
+        # ascent `DiffHard.step` does so, and the backward pass is that of the training loop.
         betas = (0.0, 0.999)
         self.optimizers = {
             "G": torch.optim.Adam(self.G.parameters(), lr, betas),
@@ -2399,8 +2433,9 @@ class DiffHard(SimCLR):
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
     time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
-    samples. The samples are split evenly. BatchNorm cannot train on a single sample. So with a
-    micro_batch of 2 an odd batch has one part of three samples. With 1 every part is one sample.
+    samples. The samples are split evenly. If micro_batch is 2 or more, no part is a single sample,
+    on which BatchNorm cannot train. So with 2 an odd batch has one part of three samples. With 1
+    every part is one sample, which suits encoders without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
     twice. If you use DistributedDataParallel, call this function inside the module that you wrap.

@@ -7,6 +7,7 @@ it says what other packages would have answered.
 
 import common
 import torch
+from scipy import stats
 
 from training import compare, report
 
@@ -76,6 +77,8 @@ mined, hard − mined
 mined, twice − simclr, twice
 """
 QUESTIONS = QUESTIONS.strip().split("\n")
+MAIN = ["mined − simclr", "mined − random", "mined − simclr, twice", "hcl − simclr"]
+MAIN += ["mined, hcl − mined", "mined, debiased − mined"]
 
 
 def settings_of(row: str) -> dict:
@@ -124,6 +127,22 @@ def unclear(runs: list[dict]) -> list[str]:
     return list(dict.fromkeys(rows))
 
 
+def by_holm(runs: list[dict]) -> dict[str, str]:
+    """Say which main differences are not 0, with Holm's correction → {question: "yes" or "no"}.
+
+    It is empty while one of them lacks seeds."""
+    found = {question: gaps(runs, question) for question in MAIN}
+    if min(map(len, found.values())) < 3:
+        return {}
+    chances = {name: stats.ttest_1samp(some, 0).pvalue for name, some in found.items()}
+    answers, answer = {}, "yes"
+    for place, question in enumerate(sorted(MAIN, key=chances.get)):
+        if chances[question] > 0.05 / (len(MAIN) - place):  # then the later ones fail, too
+            answer = "no"
+        answers[question] = answer
+    return answers
+
+
 def by_sources(runs: list[dict], question: str) -> str:
     """Write a difference with the interval over twenty groups of sources, the mean of the seeds."""
     one, other = [by_row(runs)[row] for row in question.split(" − ")]
@@ -156,11 +175,13 @@ def table(record: str, stage: str | None = None, seeds: int = 5) -> str:
         line += [report.spread([run[name] for run in some]) for name in names]
         times = [run["seconds"] / of_seed[run["seed"]] for run in some if run["seed"] in of_seed]
         lines.append(line + [report.spread(times) if times else ""])
-    differences = [["difference", "n", "MRR", "over sources", "same source"]]
+    holm = by_holm(found["runs"])
+    differences = [["difference", "n", "MRR", "over sources", "same source", "Holm"]]
     for question in QUESTIONS:
         of_seeds = gaps(runs, question)
         if len(of_seeds) >= 3:
             line = [question, str(len(of_seeds)), report.gain(of_seeds)]
             line.append(by_sources(runs, question))
-            differences.append(line + [report.gain(gaps(runs, question, "same_source"))])
+            line.append(report.gain(gaps(runs, question, "same_source")))
+            differences.append(line + [holm.get(question, "")])
     return f"{report.markdown(lines)}\n\n{report.markdown(differences)}"

@@ -230,6 +230,31 @@ class TestRows:
         assert sentence_rows.unclear(some + runs_of("mined", [71.0, 71.1, 71.2])) == []
         assert sentence_rows.unclear(some + runs_of("mined", [70.0, 70.1, 69.8])) == []
 
+    def test_main_questions_are_corrected_for_their_number(self):
+        """By hand: with n = 3 and a deviation of 1, p is 0.05 where the mean is 2.48."""
+
+        def runs_of(middles):
+            rows = {"simclr": 0.0, "mined": middles[0]}
+            rows["random"] = rows["mined"] - middles[1]
+            rows["simclr, twice"] = rows["mined"] - middles[2]
+            rows["hcl"] = middles[3]
+            rows["mined, hcl"] = rows["mined"] + middles[4]
+            rows["mined, debiased"] = rows["mined"] + middles[5]
+            noise = {"mined": (-1, 0, 1), "hcl": (-1, 0, 1)}
+            noise |= {"mined, hcl": (-2, 0, 2), "mined, debiased": (-2, 0, 2)}
+            runs = []
+            for row, middle in rows.items():
+                for seed, off in enumerate(noise.get(row, (0, 0, 0))):
+                    runs.append({"row": row, "seed": seed, "mrr": middle + off})
+            return runs
+
+        large = 6.2  # p = 0.0085 at n = 3, just above 0.05 / 6
+        first = sentence_rows.by_holm(runs_of([6.4, 3, 3, 3, 3, 3]))  # p = 0.0080, then 0.035
+        assert [first[name] for name in sentence_rows.MAIN] == ["yes"] + 5 * ["no"]
+        assert set(sentence_rows.by_holm(runs_of(6 * [large])).values()) == {"no"}
+        assert set(sentence_rows.by_holm(runs_of(6 * [6.4])).values()) == {"yes"}
+        assert sentence_rows.by_holm(runs_of(6 * [6.4])[:-1]) == {}
+
     def test_options_are_chosen_once_and_kept(self, tmp_path, monkeypatch):
         """Seven trials, each recorded; the best of each is taken."""
         monkeypatch.setattr(common, "RESULTS", tmp_path)
@@ -267,7 +292,7 @@ class TestRows:
         measures = " | ".join(["73.0 ± 1.0"] * 4)
         assert f"| `mined` | 3 | 0.05 | 2e-05 |  | {measures} | 0.6 ± 0.1 |" in lines
         gains = " | ".join(["+2.0 ± 0.0"] * 3)
-        assert f"| mined − simclr | 3 | {gains} |" in lines
+        assert f"| mined − simclr | 3 | {gains} |  |" in lines
         assert not any("hcl" in line for line in lines)
         assert "| hcl − simclr | 3 |" in sentence_rows.table("some")
         assert "`mined`" not in sentence_rows.table("some", seeds=2)  # three are needed
