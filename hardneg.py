@@ -215,10 +215,10 @@ class Options(TypedDict, total=False):
         [0, 2**40],
         """How many anchors are worked on at once. By default a batch of more than 2^18 pairs, on a
         GPU 2^23, goes through blocks. A block has up to 2^20 pairs, on a GPU 2^25, but 64 anchors
-        at least. Just above the limit a single block has the whole batch. So memory grows with
-        A + N instead of A·N. 0 turns blocks off. Blocks change a result by rounding only. In blocks
-        a loss has no second derivatives. If a function of yours has parameters that learn, or under
-        torch.func, all anchors are computed in one go.""",
+        at least. With blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
+        change a result by rounding only. In blocks a loss has no second derivatives. If a function
+        of yours has parameters that learn, or under torch.func, all anchors are computed in one
+        go.""",
     ]
 
 
@@ -666,9 +666,9 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     all dropped by a rule    about 0   finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # Below FAR the anchor counts as one without negatives, whatever `published` returns. So log E does
-# not matter there. Without candidates it is −2e30 + 1e30, as logits and log weights are masked. If
-# a rule drops all, it is −1e30 + 1e30, as log weights alone are masked. Without positives `answer`
-# makes the loss 0.
+# not matter there. It is log_negatives − log_total. Without candidates that is −2e30 − (−1e30), as
+# logits and log weights are masked. If a rule drops all, it is −1e30 − (−1e30), as log weights
+# alone are masked. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -685,7 +685,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
     # would pass through torch.where. So the gap is set to −1 there.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
-    rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))  # both below 0
+    # the numerator and the denominator of this quotient are both below 0
+    rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
     return torch.where(clamped, floor, rest), clamped
@@ -768,11 +769,11 @@ class _Shared(NamedTuple):
 #     2       no          labels, objective ppcl   columns of the sample     the other view, and
 #                                                                            columns of its label
 #     1       no          labels                   column of the sample      columns of its label
+#     1       yes         labels                   no columns                rows of its label
 #     2       yes                                  no columns                the other view
 #     2       yes         positive_index           rows that it names        the other view
 #     1       yes         positive_index           rows that it names        these rows
-#     1       yes         both, objective ppcl     rows that it names        these rows, and rows
-#                                                                            of its label
+# With negatives, labels and the objective ppcl, positives are also the rows of the sample's label.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -832,6 +833,7 @@ def _line_up(options, views, given):
     # A single view has positives by index, or else by label
     by_index = v == 1 and positive_index is not None
     by_label = labels is not None and (options["by_label"] or (v == 1 and not by_index))
+    # If `plain` is True, `answer` takes N − own.shape[1] for N_i, and counts nothing.
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
     if plain and not in_batch and _may_read(z) and (negatives == views[1][0]).all(-1).any():
@@ -866,8 +868,9 @@ def who(anchors, shared, options):
     pos = anchors.pos
     if shared.positives_by_index:
         rows = torch.arange(len(neg), device=neg.device)[:, None]
-        # (a, P). Autograd would keep neg for the backward pass of neg.gather, see `_mask_`
-        pos = neg[rows, anchors.own]
+        # Not neg.gather. That saves neg for its backward pass, which would then fail, as `_mask_`
+        # changes neg in place. Indexing and masked_fill do not save it.
+        pos = neg[rows, anchors.own]  # (a, P)
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
@@ -991,7 +994,8 @@ def sinkhorn(
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # A pass has sums with the old g, then the error of the old f and g, and then new f and g.
+    # Each pass first sums rows with the g of the pass before. With the f of the pass before, these
+    # sums give the error of that f and g. If it is too large, they also give the next f and g.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -1029,7 +1033,8 @@ def _zero_if_masked(x):
 
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows, so they stop at the same step.
-    On a GPU the error is looked at in every eighth step only, since the host waits for it."""
+    On a GPU the error is looked at in every eighth step and in the last one alone, since the host
+    waits for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -1045,8 +1050,10 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # if weights are detached, nothing later needs the gradient of these rows, so no rank waits for
-    # another in the backward pass of `gather`
+    # If weights are detached, g has no gradient, so the backward pass of this `gather` runs on no
+    # rank. Otherwise it runs on all ranks. Then g is one of the shared tensors that learn. So
+    # section 7 finds its gradient, and autograd sends it through the steps of Sinkhorn and this
+    # `gather`.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1185,12 +1192,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
-# `_run_blocks` runs in four situations. In this table "yes" says that gradients are on.
-#     reduction    pass         grad_losses    gradients   used of the result
-#     any          no_grad      None           no          losses
-#     a sum        forward      ones           yes         losses and gradients
-#     "none"       forward      None           yes         losses
-#     "none"       backward     from autograd  yes         gradients
+# `_run_blocks` runs in four situations.
+#     reduction      pass               grad_losses      grad mode   used of the result
+#     any            under no_grad      None             off         losses
+#     mean or sum    forward            ones             on          losses and gradients
+#     "none"         forward            None             on          losses
+#     "none"         backward           from autograd    on          gradients
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1276,10 +1283,11 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
     losses, lacking = torch.empty_like(anchors.scaled[:, 0]), [0, 0, 0]
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
-    # a backward pass may run this under the caller's autocast
+    # The caller may have turned autocast on before the backward pass.
     off = _autocast_off(losses.device.type)
-    # In a forward pass it is as the caller has it. For "none" that is so that `_leaves` sees the
-    # graph. In a backward pass autograd has turned gradients off, but grad_losses need them.
+    # In a forward pass the grad mode stays as the caller has it. For "none" it is on, too, so that
+    # `_leaves` sees the graph. In a backward pass autograd has turned it off, but the gradient of
+    # grad_losses · losses needs it on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
@@ -1509,7 +1517,7 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
-# Allocate 31 MB, and free them at once. From then on glibc keeps freed memory up to that size, and
+# Allocate 31 MiB, and free them at once. From then on glibc keeps freed memory up to that size, and
 # uses it again. Otherwise it would return the matrix of each block to the operating system, and
 # large losses would take up to 1.24 times as long. The most that glibc allows is 32 MiB. No result
 # depends on this line.
@@ -1808,8 +1816,8 @@ def _crop(x, draws, area, ratio, flip):
 
 def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
     """Change colours in YIQ, where Y is luma and (I, Q) is chroma.
-    Chroma is scaled and turned. Then all of the image is scaled about its mean luma. For each image
-    this is one 3 × 3 matrix and one offset."""
+    Chroma is scaled and turned. Then all of the image is scaled by its light, and about its mean
+    luma. For each image this is one 3 × 3 matrix and one offset."""
     changed = (draws["jitter"] < jitter).to(x.dtype)  # 1 or 0
     light = 1 + changed * _between(draws["brightness"], (-brightness, brightness))
     spread = 1 + changed * _between(draws["contrast"], (-contrast, contrast))
@@ -2206,9 +2214,7 @@ class Game(nn.Module):
         self.D = Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
         self.to(memory_format=torch.channels_last)
-        # "G" and "ascent" move the same parameters, and so share their gradients. These are cleared
-        # before the backward pass that fills them for a step. `_descend` does so for G. For the
-        # ascent `DiffHard.step` does so, and the backward pass is that of the training loop.
+        # "G" and "ascent" move the same parameters, and so share their gradients, see `DiffHard`
         betas = (0.0, 0.999)
         self.optimizers = {
             "G": torch.optim.Adam(self.G.parameters(), lr, betas),
@@ -2393,6 +2399,11 @@ class DiffHard(SimCLR):
         self.pretrain = game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
 
+    # In a turn of the game the gradients of G pass through this.
+    #     step          clears them
+    #     the loop      fills them with the gradient of the encoder's loss
+    #     after_step    takes their mean over ranks, and ascends. Then `imitate` clears them, fills
+    #                   them with the gradient of G's own loss, and descends
     def step(self, encoder, images, index, generator, return_stats=False, **options):
         game = self.game.train()
         real = _floats(images)
@@ -2433,9 +2444,9 @@ class DiffHard(SimCLR):
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
     time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
-    samples. The samples are split evenly. If micro_batch is 2 or more, no part is a single sample,
-    on which BatchNorm cannot train. So with 2 an odd batch has one part of three samples. With 1
-    every part is one sample, which suits encoders without BatchNorm.
+    samples. The samples are split evenly. If micro_batch is 2 or more, two samples or more are
+    never split into single ones, on which BatchNorm cannot train. So with 2 an odd batch has one
+    part of three samples. With 1 every part is one sample, which suits encoders without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
     twice. If you use DistributedDataParallel, call this function inside the module that you wrap.
@@ -2517,7 +2528,7 @@ class Training:
                    images[index] is a tensor of the rows at an index (B,).
     method         A SimCLR, Bank or DiffHard, or a method of your own.
     recipe         A row of RECIPES.
-    schedules      Functions that give options of the loss from the progress in [0, 1], such as
+    schedules      Functions that give options of the loss from the progress in [0, 1), such as
                    {"alpha": lambda p: lead_in(p, 0.1)}.
     micro_batch    How many images the encoder takes at a time. By default it takes all.
     bfloat16       Whether a step uses autocast to bfloat16. By default it does if the hardware
@@ -2578,7 +2589,7 @@ class Training:
         self.micro_batch, self.seed = micro_batch, seed
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
         least = 2 * self.ranks  # BatchNorm needs two images on each rank
-        _check_number("images", len(images), least)
+        _check_number("len(images)", len(images), least)
         _check_number("epochs", self.recipe["epochs"], 1)
         _check_number("batch_size", self.recipe["batch_size"], least)
         _check_number("lr", self.recipe["lr"], 1e-12, 1e6)
