@@ -213,9 +213,9 @@ class Options(TypedDict, total=False):
         int | None,
         None,
         [0, 2**40],
-        """How many anchors are worked on at once. By default a batch of more than 2^18 pairs, on a
-        GPU 2^23, goes through blocks. A block has up to 2^20 pairs, on a GPU 2^25, but 64 anchors
-        at least. With blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
+        """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
+        2^25, but 64 anchors at least. A batch of up to a quarter of that has no blocks. With
+        blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
         change a result by rounding only. In blocks a loss has no second derivatives. If a function
         of yours has parameters that learn, or under torch.func, all anchors are computed in one
         go.""",
@@ -255,9 +255,9 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose the positives come from the same draw, as in a
                     batch. Then pass log q_i − log q_j in its place. Here q_i is the probability
-                    with which the positive of anchor i was drawn. This is why. The right
-                    correction divides e^s by K q_j, and e^p by K q_i. `nce` depends only on
-                    e^s / e^p, so K cancels.
+                    with which the positive of anchor i was drawn. K is missing, as the right
+                    correction divides e^s by K q_j, and e^p by K q_i, and `nce` depends only on
+                    e^s / e^p.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -481,7 +481,8 @@ def transported(
 
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns as the logits are masked.
-    The function gets a copy by masked_fill, whose gradient at masked logits is 0."""
+    Masked logits are −1e30 already, but autograd does not know that they were masked, see `_mask_`.
+    So they are filled again on a copy, which cuts their gradient."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
@@ -565,9 +566,10 @@ def _fill_in(function, given):
 #     and any other option by its name.
 # What an objective must do:
 #   - The loss of an anchor follows from its own row alone.
-#   - Send no gradient to masked logits. Nothing else stops it, see `_mask_`. An anchor without
-#     negatives needs care. Its gradient with respect to neg, log_w and log_negatives has to be 0.
-#     `decoupled` sees to that by masked_fill.
+#   - Send no gradient to masked logits. Autograd does not know that they were masked, so a gradient
+#     there would reach the embeddings, see `_mask_`. An anchor without negatives needs care. Its
+#     gradient with respect to neg, log_w and log_negatives has to be 0. `decoupled` sees to that by
+#     masked_fill.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
@@ -627,7 +629,8 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 
 
 def own_objective(pos, neg, log_w, objective):
     """Judge by a function of the user's.
-    It gets copies by masked_fill, whose gradient at masked logits is 0."""
+    It gets copies that are filled again, as in `own_rule`, which cuts the gradient of masked
+    logits."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
     losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
@@ -665,10 +668,10 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
 #     all dropped by a rule    about 0   finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
-# Below FAR the anchor counts as one without negatives, whatever `published` returns. So log E does
-# not matter there. It is log_negatives − log_total. Without candidates that is −2e30 − (−1e30), as
-# logits and log weights are masked. If a rule drops all, it is −1e30 − (−1e30), as log weights
-# alone are masked. Without positives `answer` makes the loss 0.
+# Below FAR the anchor counts as one without negatives, whatever `published` returns. Its log E does
+# not matter. The two odd values of log E come from log E = log_negatives − log_total. Without
+# candidates that is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, it
+# is −1e30 − (−1e30), as log weights alone are masked. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -685,7 +688,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
     # would pass through torch.where. So the gap is set to −1 there.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
-    # the numerator and the denominator of this quotient are both below 0
+    # log E + log (1 − τ⁺E⁺/E) / (1 − τ⁺), where both sides of the fraction change their sign
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
@@ -887,9 +890,9 @@ def _mask_(neg, pos, anchors, shared, options):
     Autograd does not record this change. It is safe under two rules. First, no operation before
     this may have saved neg for its backward pass, as neg.square() would. That raises an error in
     the backward pass. Second, whatever comes after this must have no gradient at masked logits. If
-    it has one, only tests tell you, such as TestContrastiveLoss for the rows of the tables. A
-    softmax has none there. Any other function has to cut it, by masked_fill on a copy or by a
-    clamp."""
+    it has one, only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS and
+    OBJECTIVES. A softmax has none there. Any other function has to cut it, by masked_fill on a copy
+    or by a clamp."""
     # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
     # for j but not j for i, name it in `symmetric` of `_couple`, too.
     _drop_(neg, anchors.own, shared.batch)
@@ -994,8 +997,8 @@ def sinkhorn(
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # Each pass first sums rows with the g of the pass before. With the f of the pass before, these
-    # sums give the error of that f and g. If it is too large, they also give the next f and g.
+    # A pass computes the sums of rows with the old g. With the old f they give the error of the old
+    # f and g. If it is too large, they become the next f. The sums of columns become the next g.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -1050,10 +1053,9 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # If weights are detached, g has no gradient, so the backward pass of this `gather` runs on no
-    # rank. Otherwise it runs on all ranks. Then g is one of the shared tensors that learn. So
-    # section 7 finds its gradient, and autograd sends it through the steps of Sinkhorn and this
-    # `gather`.
+    # The backward pass of this `gather` communicates, so it has to run on all ranks or on none. If
+    # weights are detached, it runs on none, as g has no gradient. If they are not, it runs on all.
+    # For g is then a field of `_Shared` that learns, and section 7 finds its gradient.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1212,9 +1214,9 @@ def _evaluate(anchors, shared, group, options):
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, a, options)
-    # For "none" the caller takes the mean over this rank, and DDP takes the mean over all ranks.
-    # That is the mean over all anchors. So the loss need not be multiplied by the number of ranks,
-    # as `_over_ranks` does for sums.
+    # `_over_ranks` multiplies a sum by the number of ranks, as DDP divides by it. Losses of single
+    # anchors are not multiplied. The caller takes the mean over this rank, and DDP takes the mean
+    # over ranks. That is the mean over all anchors already.
     if options["reduction"] == "none":
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
@@ -1285,9 +1287,9 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
     # The caller may have turned autocast on before the backward pass.
     off = _autocast_off(losses.device.type)
-    # In a forward pass the grad mode stays as the caller has it. For "none" it is on, too, so that
-    # `_leaves` sees the graph. In a backward pass autograd has turned it off, but the gradient of
-    # grad_losses · losses needs it on.
+    # A forward pass keeps the caller's grad mode. For "none" it computes no gradient, but must not
+    # turn the mode off, as `_leaves` reads the graph. In a backward pass autograd has turned the
+    # mode off, but the gradient of grad_losses · losses needs it on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
@@ -1816,8 +1818,8 @@ def _crop(x, draws, area, ratio, flip):
 
 def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
     """Change colours in YIQ, where Y is luma and (I, Q) is chroma.
-    Chroma is scaled and turned. Then all of the image is scaled by its light, and about its mean
-    luma. For each image this is one 3 × 3 matrix and one offset."""
+    Chroma is scaled and turned. Then the image is multiplied by `light`, and its distance from its
+    mean luma by `spread`. For each image this is one 3 × 3 matrix and one offset."""
     changed = (draws["jitter"] < jitter).to(x.dtype)  # 1 or 0
     light = 1 + changed * _between(draws["brightness"], (-brightness, brightness))
     spread = 1 + changed * _between(draws["contrast"], (-contrast, contrast))
@@ -2399,7 +2401,7 @@ class DiffHard(SimCLR):
         self.pretrain = game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
 
-    # In a turn of the game the gradients of G pass through this.
+    # In a turn of the game this happens to the gradients of G, in this order.
     #     step          clears them
     #     the loop      fills them with the gradient of the encoder's loss
     #     after_step    takes their mean over ranks, and ascends. Then `imitate` clears them, fills
@@ -2444,9 +2446,10 @@ class DiffHard(SimCLR):
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
     time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
-    samples. The samples are split evenly. If micro_batch is 2 or more, two samples or more are
-    never split into single ones, on which BatchNorm cannot train. So with 2 an odd batch has one
-    part of three samples. With 1 every part is one sample, which suits encoders without BatchNorm.
+    samples. The samples are split evenly. If micro_batch is 2 or more, no part has a single sample,
+    as BatchNorm cannot train on one, unless the whole batch is one sample. So with 2 an odd batch
+    has one part of three samples. With 1 every part is one sample, which suits encoders without
+    BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
     twice. If you use DistributedDataParallel, call this function inside the module that you wrap.
@@ -2624,6 +2627,7 @@ class Training:
                         f"Training stopped at step {step} of {self.steps}. {error} "
                         "A lower lr may help."
                     ) from error
+                # after `_step`, which reads them, and before the yield, where the caller may save
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 
@@ -2633,6 +2637,7 @@ class Training:
         rate = self.rate(progress, 1 / encoder_steps)
         for optimizer in [self.optimizer] + self.method.scheduled:
             for group in optimizer.param_groups:
+                # kept in the group, so that it is saved with the optimizer
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * rate
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}

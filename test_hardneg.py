@@ -2800,11 +2800,11 @@ class TestTraining:
     INVALID += [("game", name, 0) for name in ("width", "latent", "every")]
     INVALID += [("game", "size", 4), ("game", "size", 24), ("game", "pretrain", -1)]
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]
-    INVALID += [("too few", "images", 1)]
     # what is wrong, and what the error says
     CONDITIONS = [
         ("size", r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. "),
         ("objective", "^objective is nce, .* Use ppcl, or a game without pairs"),
+        ("too few", r"^len\(images\) is 1; it must be a whole number from 2 "),
         ("setting", "^There is no setting rate. Settings are epochs, batch_size, lr, weight_decay"),
     ]
 
@@ -2814,7 +2814,6 @@ class TestTraining:
             "training": lambda **option: list(begin(IMAGES, **option)),
             "game": tiny_game,
             "encoder": hardneg.Encoder,
-            "too few": lambda images: begin(IMAGES[:images]),
         }
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
         with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
@@ -2825,6 +2824,7 @@ class TestTraining:
         calls = {
             "size": lambda: tiny_game().imitate(random_images(4, 16)),
             "objective": lambda: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
+            "too few": lambda: begin(IMAGES[:1]),
             "setting": lambda: begin(IMAGES, rate=1.0),
         }
         with pytest.raises(hardneg.InvalidArgument, match=said):
