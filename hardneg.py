@@ -993,7 +993,8 @@ def sinkhorn(
     # How fast does it converge? You need not know this to use it. A step multiplies the distance of
     # f from its limit by up to μ², where μ is the second singular value of √(AN) P. In a symmetric
     # step the part of this distance along an eigenvector of A·P, with eigenvalue λ, gets the factor
-    # (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1.
+    # (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs, whose
+    # factor is 1, but along it P does not change.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1269,9 +1270,7 @@ def _in_blocks(anchors, shared, options, size):
     if found is None:  # a function of the user's has parameters, so autograd does it all
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
-    # `_learned` goes through the fields in their order, here and in `_run_blocks`, so gradient k
-    # belongs to input k
-    inputs = _learned(anchors + shared)
+    inputs = _learned(anchors + shared)  # gradient k belongs to input k, see `_learned`
     if summed:
         return _Summed.apply(value.sum(), gradients, *inputs), lacking
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
@@ -1296,6 +1295,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             rows = slice(start, start + size)
             some = _copy(anchors.of(rows))
             found = answer(some, everyone, options)
+            # before the backward pass, which would add to the gradients of the user's parameters
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
             losses[rows] = found.losses.detach()
@@ -1316,7 +1316,8 @@ def _copy(part):
 
 
 def _learned(part):
-    """List the tensors that get a gradient, in the order of the fields."""
+    """List the tensors that get a gradient, in the order of the fields. `_in_blocks` lists inputs
+    by this, and `_run_blocks` lists their gradients, so both have the same order."""
     return [x for x in part if torch.is_tensor(x) and x.requires_grad]
 
 
@@ -2226,7 +2227,7 @@ class Game(nn.Module):
 
     def latents(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw latents (n, latent) from N(0, I)."""
-        bias = self.G.first.bias  # it has the generator's device and dtype
+        bias = self.G.first.bias  # it has the device and dtype of G
         return _drawn(torch.randn, n, self.G.latent, generator, bias.device).to(bias.dtype)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:

@@ -156,7 +156,8 @@ def by_sources(runs: list[dict], question: str) -> str:
 
 def table(record: str, stage: str | None = None, seeds: int = 5) -> str:
     """Write the rows of a stage, or of all, and then their differences, from seeds below `seeds`.
-    A row or a difference needs three seeds. Times are relative to `simclr, twice` of the seed."""
+    A row or a difference needs three seeds. Times are relative to `simclr, twice` of the seed, and
+    left out where a row ran on another machine than that."""
     found = common.read(record)
     rows = STAGES[stage] if stage else {row for rows in STAGES.values() for row in rows}
     runs = [run for run in found["runs"] if run["row"] in rows and run["seed"] < seeds]
@@ -174,7 +175,8 @@ def table(record: str, stage: str | None = None, seeds: int = 5) -> str:
         line += [str(x) for x in (settings["temperature"], settings["rate"], own)]
         line += [report.spread([run[name] for run in some]) for name in names]
         times = [run["seconds"] / of_seed[run["seed"]] for run in some if run["seed"] in of_seed]
-        lines.append(line + [report.spread(times) if times else ""])
+        is_comparable = times and row in STAGES["finding"]  # the others ran elsewhere
+        lines.append(line + [report.spread(times) if is_comparable else ""])
     holm = by_holm(found["runs"])
     differences = [["difference", "n", "MRR", "over sources", "same source", "Holm"]]
     for question in QUESTIONS:
