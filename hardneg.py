@@ -246,7 +246,8 @@ def contrastive_loss(
                     place of the batch, and only the rows of the first view are anchors.
     positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
                     names none. For example it is arange(B) if `negatives` is views[1]. These rows
-                    are no candidates. If there is a single view, they are its positives.
+                    are never candidates. With two or more views that is all, as the positives are
+                    the other views. If there is a single view, these rows are its positives.
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
@@ -255,9 +256,9 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose the positives come from the same draw, as in a
                     batch. Then pass log q_i − log q_j in its place. Here q_i is the probability
-                    with which the positive of anchor i was drawn. K is missing, as the right
-                    correction divides e^s by K q_j, and e^p by K q_i, and `nce` depends only on
-                    e^s / e^p.
+                    with which the positive of anchor i was drawn. Strictly, e^s is divided
+                    by K q_j and e^p by K q_i. But `nce` depends only on their ratio, in which K
+                    cancels.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -481,8 +482,8 @@ def transported(
 
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns as the logits are masked.
-    Masked logits are −1e30 already, but autograd does not know that they were masked, see `_mask_`.
-    So they are filled again on a copy, which cuts their gradient."""
+    Section 4 wrote −1e30 into masked logits under no_grad. So autograd would still pass a gradient
+    at these entries on to the embeddings. They are filled again on a copy, which cuts it."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
@@ -619,8 +620,8 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: Tensor = 1.0) -> Tensor:
 
 def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 1.0) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    The difference of the distances is 2 (cos_j − cos_m). It takes memory of a·M·N for a block of a
-    anchors, which is a·N² if labels make positives.
+    The difference of the distances is 2 (cos_j − cos_m). A block of anchors takes memory of a·M·N,
+    or of a·N² if labels make positives.
     Ref: [2] IV. At η = 0 on `hardest` it is twice [4] Eq. 6."""
     differences = t * neg[:, None] - t * pos[:, :, None]  # (a, M, N)
     hinges = F.relu(2 * differences + margin)
@@ -688,7 +689,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
     # would pass through torch.where. So the gap is set to −1 there.
     gap = (log_false - log_mean).masked_fill(nothing_left, -1)
-    # log E + log (1 − τ⁺E⁺/E) / (1 − τ⁺), where both sides of the fraction change their sign
+    # log E + log[ (1 − τ⁺E⁺/E) / (1 − τ⁺) ]. Numerator and denominator are multiplied by −1 here,
+    # since expm1(gap) is τ⁺E⁺/E − 1
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
@@ -731,7 +733,9 @@ class _Anchors(NamedTuple):
     """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
     A new argument with a row for each anchor needs a field here. Append the argument to the tuple
     `given` in `contrastive_loss`. Unpack it in `_check_call`, and check it there. Unpack it in
-    `_line_up`, and fill the field there. If it masks, name it in `plain` there, too."""
+    `_line_up`, and fill the field there. If it masks, see `_mask_`, too. New fields go last and
+    default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
+    ranks."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views
@@ -998,8 +1002,9 @@ def sinkhorn(
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # A pass computes the sums of rows with the old g. With the old f they give the error of the old
-    # f and g. If it is too large, they become the next f. The sums of columns become the next g.
+    # A pass computes the sums of rows with the old g. Minus these is the new f, with which it
+    # computes the sums of columns. Before the new f and g are taken, the sums of rows and the old f
+    # tell the error of the old pair. If that is small, the old pair is kept.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -1055,8 +1060,8 @@ def _stops(error, step, max_steps, tolerance):
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
     # The backward pass of this `gather` communicates, so it has to run on all ranks or on none. If
-    # weights are detached, it runs on none, as g has no gradient. If they are not, it runs on all.
-    # For g is then a field of `_Shared` that learns, and section 7 finds its gradient.
+    # weights are detached, it runs on none, as g has no gradient. If they are not, g is a field of
+    # `_Shared` with a gradient on every rank. So the backward pass of every rank reaches it.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1201,6 +1206,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     mean or sum    forward            ones             on          losses and gradients
 #     "none"         forward            None             on          losses
 #     "none"         backward           from autograd    on          gradients
+# Over ranks it is the same. What communicates is `gather` in section 4, the coupling in section 5,
+# and `_over_ranks` here, but never `answer`.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1290,12 +1297,15 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     # turn the mode off, as `_leaves` reads the graph. In a backward pass autograd has turned the
     # mode off, but the gradient of grad_losses · losses needs it on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
+        # These are leaves. What is computed from them belongs into the loop, as each block frees
+        # its graph.
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
             rows = slice(start, start + size)
             some = _copy(anchors.of(rows))
             found = answer(some, everyone, options)
-            # before the backward pass, which would add to the gradients of the user's parameters
+            # Check this before the backward pass. It would add to the gradients of parameters that
+            # a function of the user's has.
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
             losses[rows] = found.losses.detach()
@@ -2447,10 +2457,10 @@ class DiffHard(SimCLR):
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
     time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
-    samples. The samples are split evenly. If micro_batch is 2 or more, no part has a single sample,
-    as BatchNorm cannot train on one, unless the whole batch is one sample. So with 2 an odd batch
-    has one part of three samples. With 1 every part is one sample, which suits encoders without
-    BatchNorm.
+    samples. The samples are split evenly. BatchNorm cannot train on one sample. So if micro_batch
+    is 2 or more, every part has at least two, unless the whole batch is one sample. With 2 an odd
+    batch has one part of three samples. With 1 every part is one sample, which suits encoders
+    without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
     twice. If you use DistributedDataParallel, call this function inside the module that you wrap.
