@@ -218,7 +218,7 @@ class Options(TypedDict, total=False):
         blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
         change a result by rounding only. In blocks a loss has no second derivatives. If a function
         of yours has parameters that learn, or under torch.func, all anchors are computed in one
-        go.""",
+        go. The coupling of `transported` has blocks of its own.""",
     ]
 
 
@@ -893,10 +893,10 @@ def _mask_(neg, pos, anchors, shared, options):
     """Mask the logits (a, N) of what is no negative, in place.
     Autograd does not record this change. It is safe under two rules. First, no operation before
     this may have saved neg for its backward pass, as neg.square() would. That raises an error in
-    the backward pass. Second, whatever comes after this must have no gradient at masked logits. If
-    it has one, only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS and
-    OBJECTIVES. A softmax has none there. Any other function has to cut it, by masked_fill on a copy
-    or by a clamp."""
+    the backward pass. Second, whatever comes after this must have no gradient at masked logits. A
+    softmax has no gradient there. Any other function has to cut it, by masked_fill on a copy or by
+    a clamp. If one does not, only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS
+    and OBJECTIVES."""
     # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
     # for j but not j for i, name it in `symmetric` of `_couple`, too.
     _drop_(neg, anchors.own, shared.batch)
@@ -1004,7 +1004,8 @@ def sinkhorn(
     f = g = None
     # A pass computes the sums of rows with the old g. Minus these is the new f, with which it
     # computes the sums of columns. Before the new f and g are taken, the sums of rows and the old f
-    # tell the error of the old pair. If that is small, the old pair is kept.
+    # tell the error of the old pair. If that is small, the old pair is kept. Here rows sum to 1 and
+    # columns to A / N, as in the sketch above.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -1304,8 +1305,10 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             rows = slice(start, start + size)
             some = _copy(anchors.of(rows))
             found = answer(some, everyone, options)
-            # Check this before the backward pass. It would add to the gradients of parameters that
-            # a function of the user's has.
+            # The graph must end in the copies alone. Another leaf is a parameter that is hidden in
+            # a function of the user's, and its gradient would be missing in the result. This comes
+            # before the backward pass, which would add to that parameter's gradient. TestFunctions
+            # has such functions.
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
             losses[rows] = found.losses.detach()
@@ -2552,17 +2555,18 @@ class Training:
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks can share batches evenly, any number of them
-                   makes the same run up to rounding. The exception is BatchNorm on a CPU, which
-                   sees the share of its rank alone. If ranks cannot share evenly, a batch can
-                   have a few images more or fewer than in one process. An epoch then leaves out up
-                   to ranks − 1 images, other ones each time.
+                   makes the same run up to rounding. An exception is BatchNorm on a CPU, which
+                   sees the share of its rank alone. Another is DiffHard, if the share of a rank is
+                   odd, or if ranks do not divide the batch of the game. If ranks cannot share
+                   evenly, a batch can have a few images more or fewer than in one process. An epoch
+                   then leaves out up to ranks − 1 images, other ones each time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
     Each step yields a dict of "epoch", "step", "steps", "loss", the number of "images", and the
     scheduled options. Every tenth of an epoch it has the statistics of the loss, too. Epochs below
-    0 are the pre-training of the method, and have no "loss". A loss that is not finite raises
-    FloatingPointError, but on a GPU only in steps with statistics."""
+    0 are the pre-training of the method, and have no "loss" and no scheduled options. A loss that
+    is not finite raises FloatingPointError, but on a GPU only in steps with statistics."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state
 
