@@ -246,8 +246,9 @@ def contrastive_loss(
                     place of the batch, and only the rows of the first view are anchors.
     positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
                     names none. For example it is arange(B) if `negatives` is views[1]. These rows
-                    are never candidates. With two or more views that is all, as the positives are
-                    the other views. If there is a single view, these rows are its positives.
+                    are never candidates. With two or more views the index does nothing else, as the
+                    positives are the other views. If there is a single view, these rows are its
+                    positives.
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
@@ -256,9 +257,9 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose the positives come from the same draw, as in a
                     batch. Then pass log q_i − log q_j in its place. Here q_i is the probability
-                    with which the positive of anchor i was drawn. Strictly, e^s is divided
-                    by K q_j and e^p by K q_i. But `nce` depends only on their ratio, in which K
-                    cancels.
+                    with which the positive of anchor i was drawn. This is exact for `nce`.
+                    The estimate divides e^s by K q_j and e^p by K q_i. `nce` depends only on the
+                    ratio of the two, so it is enough to multiply e^s by q_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -998,14 +999,15 @@ def sinkhorn(
     # f from its limit by up to μ², where μ is the second singular value of √(AN) P. In a symmetric
     # step the part of this distance along an eigenvector of A·P, with eigenvalue λ, gets the factor
     # (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs, whose
-    # factor is 1, but along it P does not change.
+    # factor is 1, so this part of the distance stays. It does no harm. It adds a number to f and g
+    # in one group and subtracts it in the other, so f_i + g_j stays the same where P is not 0.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # A pass computes the sums of rows with the old g. Minus these is the new f, with which it
-    # computes the sums of columns. Before the new f and g are taken, the sums of rows and the old f
-    # tell the error of the old pair. If that is small, the old pair is kept. Here rows sum to 1 and
-    # columns to A / N, as in the sketch above.
+    # `_log_sums` returns log sums of rows, computed with the old g, and log sums of columns, computed
+    # with the new f, which is minus those of rows. First the old pair of f and g is judged, as
+    # e^{f + log_rows} are its row totals. If they are right, the old pair is kept. Otherwise the new
+    # pair takes its place. Here rows sum to 1 and columns to A / N, as in the sketch above.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -1043,8 +1045,8 @@ def _zero_if_masked(x):
 
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows, so they stop at the same step.
-    On a GPU the error is looked at in every eighth step and in the last one alone, since the host
-    waits for it."""
+    On a GPU the error is read only in every eighth step and in the last one, since the host waits
+    for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -2629,9 +2631,12 @@ class Training:
             seed = self.seed * 100_003 + self.epoch
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             shared = len(order) // self.ranks * self.ranks
-            # `_drawn` takes the numbers of the same rows, so change both together
+            # Images are dealt out to ranks, as `_drawn` deals out random numbers. If the order is
+            # 5 3 0 4 1 2, the three batches of one process are 5 3, 0 4 and 1 2. Of two ranks one has
+            # 5, 0 and 1, and the other 3, 4 and 2. Change both together.
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
+                # below 0 while the method trains alone; a seed may be, too
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
                 step = self.method.pretrain * self.steps_per_epoch + position + 1
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}
