@@ -1004,10 +1004,11 @@ def sinkhorn(
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # `_log_sums` returns log sums of rows, computed with the old g, and log sums of columns, computed
-    # with the new f, which is minus those of rows. First the old pair of f and g is judged, as
-    # e^{f + log_rows} are its row totals. If they are right, the old pair is kept. Otherwise the new
-    # pair takes its place. Here rows sum to 1 and columns to A / N, as in the sketch above.
+    # `_log_sums` returns log sums of rows, computed with the old g, and log sums of columns. These
+    # are computed with the new f, which is minus those of rows. First the old pair of f and g is
+    # judged, as e^{f + log_rows} are its row totals. If they are right, the old pair is kept.
+    # Otherwise the new pair takes its place. Here rows sum to 1 and columns to A / N, as in the
+    # sketch above.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -2632,8 +2633,8 @@ class Training:
             order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
             shared = len(order) // self.ranks * self.ranks
             # Images are dealt out to ranks, as `_drawn` deals out random numbers. If the order is
-            # 5 3 0 4 1 2, the three batches of one process are 5 3, 0 4 and 1 2. Of two ranks one has
-            # 5, 0 and 1, and the other 3, 4 and 2. Change both together.
+            # 5 3 0 4 1 2, the three batches of one process are 5 3, 0 4 and 1 2. Of two ranks one
+            # has 5, 0 and 1, and the other 3, 4 and 2. Change both together.
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 # below 0 while the method trains alone; a seed may be, too
