@@ -256,10 +256,10 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
                     the sum over all rows. Suppose the positives come from the same draw, as in a
-                    batch. Then pass log q_i − log q_j in its place. Here q_i is the probability
-                    with which the positive of anchor i was drawn. This is exact for `nce`.
-                    The estimate divides e^s by K q_j and e^p by K q_i. `nce` depends only on the
-                    ratio of the two, so it is enough to multiply e^s by q_i / q_j.
+                    batch. Then e^s has to be divided by K q_j, and e^p by K q_i. Here q_i is the
+                    probability with which the positive of anchor i was drawn. log_weights cannot
+                    change e^p. But `nce` depends only on the ratio of the two, so for `nce` it is
+                    the same to pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -416,7 +416,7 @@ def uniform(logits: Tensor) -> Tensor:
 def tilted(logits: Tensor, beta: float) -> Tensor:
     """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), once it is scaled.
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
-    Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, with Z_β from the candidates"""
+    Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
     if beta < 1e-9:  # β · MASKED would not stay below FAR
         log_w = log_w + uniform(logits)
@@ -670,10 +670,10 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
 #     all dropped by a rule    about 0   finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
-# Below FAR the anchor counts as one without negatives, whatever `published` returns. Its log E does
-# not matter. The two odd values of log E come from log E = log_negatives − log_total. Without
-# candidates that is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, it
-# is −1e30 − (−1e30), as log weights alone are masked. Without positives `answer` makes the loss 0.
+# In the last three rows the sum is below FAR, so the anchor counts as one without negatives,
+# whatever log E is. log E is log_negatives − log_total. Without candidates that is −2e30 − (−1e30),
+# as logits and log weights are masked. If a rule drops all, it is −1e30 − (−1e30), as log weights
+# alone are masked. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -739,7 +739,8 @@ class _Anchors(NamedTuple):
     ranks."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
-    pos: Tensor  # (A, M), logits of the positives in other views
+    pos: Tensor  # (A, M), logits of the positives in other views. None is masked, as `answer` looks
+    #              for anchors without a positive only if this has no column
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -1004,11 +1005,12 @@ def sinkhorn(
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # `_log_sums` returns log sums of rows, computed with the old g, and log sums of columns. These
-    # are computed with the new f, which is minus those of rows. First the old pair of f and g is
-    # judged, as e^{f + log_rows} are its row totals. If they are right, the old pair is kept.
-    # Otherwise the new pair takes its place. Here rows sum to 1 and columns to A / N, as in the
-    # sketch above.
+    # A pass through the loop
+    #   - computes log_rows with the g of the pass before,
+    #   - computes log_columns with the new f, which is −log_rows,
+    #   - checks the f and g of the pass before, whose row totals are e^{f + log_rows},
+    #   - and, unless these are right, replaces f and g.
+    # Here rows sum to 1 and columns to A / N, as in the sketch above.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
@@ -2316,10 +2318,12 @@ class Game(nn.Module):
 #     after_step() → figures or None
 # options are those that `schedules` change, and return_stats, which asks for figures of the loss.
 # What `step` keeps for `after_step` need not be saved, as a run is saved after both. Both draw from
-# the same generator. The loop also reads the method's `criterion`, `pretrain` and `scheduled`, and
-# sets its `group`. index (B,) has the places of the images in the training set. Figures are a dict
-# of numbers to report. While a method trains alone, before the encoder begins, encoder and loss are
-# None.
+# the same generator. The loop trains the encoder and the parameters of the method's criterion. A
+# method with other parameters has optimizers of its own. It clears, averages and steps them, as
+# DiffHard does, and saves them and its counters by get_extra_state, as Game does.
+# The loop also reads the method's `pretrain` and `scheduled`, and sets its `group`. index (B,) has
+# the places of the images in the training set. Figures are a dict of numbers to report. While a
+# method trains alone, before the encoder begins, encoder and loss are None.
 # TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
 # that a run over ranks is the same up to rounding. If you change the order in which a step draws
 # numbers, a seed gives another run. All ranks have the same seed, so draw numbers for samples by
@@ -2637,7 +2641,8 @@ class Training:
             # has 5, 0 and 1, and the other 3, 4 and 2. Change both together.
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
-                # below 0 while the method trains alone; a seed may be, too
+                # It is below 0 while the method trains alone. `_step` makes a seed of it, and torch
+                # allows seeds below 0.
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
                 step = self.method.pretrain * self.steps_per_epoch + position + 1
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}
@@ -2662,7 +2667,8 @@ class Training:
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * rate
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}
-        read = 10 * self.step_in_epoch % self.steps_per_epoch < 10  # every tenth of an epoch
+        # Every tenth of an epoch figures are computed, and on a GPU losses are checked, too.
+        read = 10 * self.step_in_epoch % self.steps_per_epoch < 10
         images = self.images[index]
         if self.device.type == "cuda" and images.device.type == "cpu":
             images = images.pin_memory()  # so the host does not wait for the copy
