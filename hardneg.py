@@ -214,7 +214,7 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
-        2^25, but 64 anchors at least. A batch of up to a quarter of that has no blocks. With
+        2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, has none. With
         blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
         change a result by rounding only. In blocks a loss has no second derivatives. If a function
         of yours has parameters that learn, or under torch.func, all anchors are computed in one
@@ -1023,7 +1023,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -_zero_if_masked(log_rows)  # the same f as in `_log_sums`
+        f = -_zero_if_masked(log_rows)  # `_log_sums` computes the same f. Change both together
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
             f = g = (f + g) / 2
@@ -1212,8 +1212,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     mean or sum    forward            ones             on          losses and gradients
 #     "none"         forward            None             on          losses
 #     "none"         backward           from autograd    on          gradients
-# Over ranks it is the same. What communicates is `gather` in section 4, the coupling in section 5,
-# and `_over_ranks` here, but never `answer`.
+# Over ranks it is the same. In a call of the loss these communicate: the checks of section 8 on a
+# CPU, the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks`. All ranks have to reach
+# each of them, in the same order. `answer` never communicates.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1221,8 +1222,8 @@ def _evaluate(anchors, shared, group, options):
     a = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
-        # Unless reduction is "none", value is a sum already, so losses of single anchors cannot be
-        # changed here. Change them in `answer`.
+        # Unless reduction is "none", value can be a sum already, so losses of single anchors cannot
+        # be changed here. Change them in `answer`.
         value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
         value, lacking = answer(anchors, shared, options)[:2]
@@ -1275,7 +1276,8 @@ def _pairs_in_a_block(anchors):
 def _in_blocks(anchors, shared, options, size):
     """Compute the losses of all anchors (A,), or their sum, and what they lack, block by block.
     A sum gets its gradient at once, while the matrix of a block is in memory. For "none" the
-    backward pass computes each block again."""
+    backward pass computes each block again. If a function of the user's has parameters, the result
+    has all losses, whatever the reduction."""
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
     ones = torch.ones_like(anchors.scaled[:, 0])
@@ -1909,7 +1911,7 @@ def _blur(x, deviation, chosen):
 
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
-# The tests are TestEncoder, TestMemoryBank and TestWrappers. What has a group is in
+# The tests are TestEncoder, TestMemoryBank and TestWrappers. Those of `group` are in
 # training/test_ranks.py.
 
 
@@ -2063,7 +2065,8 @@ def embed(
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
     groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    shared = {id(x): x for x in groups}  # those of SyncBatchNorm cannot be copied
+    # deepcopy keeps what is in this dict, as process groups of SyncBatchNorm cannot be copied
+    shared = {id(x): x for x in groups}
     encoder = copy.deepcopy(encoder, shared).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
     outputs = [
@@ -2638,7 +2641,8 @@ class Training:
             shared = len(order) // self.ranks * self.ranks
             # Images are dealt out to ranks, as `_drawn` deals out random numbers. If the order is
             # 5 3 0 4 1 2, the three batches of one process are 5 3, 0 4 and 1 2. Of two ranks one
-            # has 5, 0 and 1, and the other 3, 4 and 2. Change both together.
+            # has 5, 0 and 1, and the other 3, 4 and 2. If you change this slice, change the slice
+            # in `_drawn` in the same way.
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 # It is below 0 while the method trains alone. `_step` makes a seed of it, and torch
