@@ -214,7 +214,7 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
-        2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, has none. With
+        2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, is not cut. With
         blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
         change a result by rounding only. In blocks a loss has no second derivatives. If a function
         of yours has parameters that learn, or under torch.func, all anchors are computed in one
@@ -245,10 +245,10 @@ def contrastive_loss(
     negatives       (K, D), or (B, K, D) with rows for each anchor. These rows are the candidates in
                     place of the batch, and only the rows of the first view are anchors.
     positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
-                    names none. For example it is arange(B) if `negatives` is views[1]. These rows
-                    are never candidates. With two or more views the index does nothing else, as the
-                    positives are the other views. If there is a single view, these rows are its
-                    positives.
+                    names none. For example it is arange(B) if `negatives` is views[1]. The rows
+                    that entry i names are never candidates of anchor i. With two or more views the
+                    index does nothing else, as the positives are the other views. If there is a
+                    single view, these rows are its positives.
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
@@ -663,17 +663,17 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. These cases come up.
-#     anchor                   log E     log E⁺   `published` returns   log_total   both added
+#     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     too near a positive      finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
 #     all dropped by a rule    about 0   finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
-# In the last three rows the sum is below FAR, so the anchor counts as one without negatives,
-# whatever log E is. log E is log_negatives − log_total. Without candidates that is −2e30 − (−1e30),
-# as logits and log weights are masked. If a rule drops all, it is −1e30 − (−1e30), as log weights
-# alone are masked. Without positives `answer` makes the loss 0.
+# `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
+# without negatives, whatever log E is. log E is log_negatives − log_total. Without candidates that
+# is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, it is
+# −1e30 − (−1e30), as log weights alone are masked. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -739,8 +739,8 @@ class _Anchors(NamedTuple):
     ranks."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
-    pos: Tensor  # (A, M), logits of the positives in other views. None is masked, as `answer` looks
-    #              for anchors without a positive only if this has no column
+    pos: Tensor  # (A, M), logits of the positives in other views. No entry may be MASKED. If this
+    #              has a column, `answer` takes it that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -1212,9 +1212,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     mean or sum    forward            ones             on          losses and gradients
 #     "none"         forward            None             on          losses
 #     "none"         backward           from autograd    on          gradients
-# Over ranks it is the same. In a call of the loss these communicate: the checks of section 8 on a
-# CPU, the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks`. All ranks have to reach
-# each of them, in the same order. `answer` never communicates.
+# This table holds with a group, too, as `_run_blocks` and `answer` never communicate. In a call of
+# the loss these do: the checks of section 8 on a CPU, the calls of `gather` in `_line_up` and
+# `_couple`, and `_over_ranks`. All ranks have to reach each of them, in the same order.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1361,6 +1361,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
+        # An input without a gradient stays an input. Autograd then calls the backward pass of
+        # `gather` with zeros, so that all ranks still communicate.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
@@ -1379,6 +1381,7 @@ class _Single(torch.autograd.Function):
     def backward(ctx, grad):
         _only_once()
         _ = ctx.saved_tensors  # autograd looks for changes here
+        # the result is not None, as the forward pass has looked at the leaves
         return (None,) * 3 + tuple(ctx.run(grad)[2])
 
 
@@ -2645,8 +2648,8 @@ class Training:
             # in `_drawn` in the same way.
             order = order[self.rank : shared : self.ranks].to(self.images.device)
             for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
-                # It is below 0 while the method trains alone. `_step` makes a seed of it, and torch
-                # allows seeds below 0.
+                # position is below 0 while the method trains alone. `_step` makes a seed of it, and
+                # torch allows seeds below 0.
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
                 step = self.method.pretrain * self.steps_per_epoch + position + 1
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}
