@@ -2279,7 +2279,8 @@ class Game(nn.Module):
         read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
 
         The result is a dict of d_loss and g_loss. A loss that is not finite raises
-        FloatingPointError. Ref: [3] Eq. 5, with g_loss from [9], as [3] does not name its f_G"""
+        FloatingPointError. Ref: [3] Eq. 5, with g_loss from [9], as [3] does not say which function
+        the f_G of its loss is"""
         ranks = 1 if group is None else distributed.get_world_size(group)
         images = _floats(images[: max(1, self.batch_size // ranks)])
         fake = self.G(self.latents(len(images), generator))
@@ -2428,11 +2429,14 @@ class DiffHard(SimCLR):
         self.pretrain = game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
 
-    # In a turn of the game this happens to the gradients of G, in this order.
-    #     step          clears them
-    #     the loop      fills them with the gradient of the encoder's loss
-    #     after_step    takes their mean over ranks, and ascends. Then `imitate` clears them, fills
-    #                   them with the gradient of G's own loss, and descends
+    # What each kind of step does with the gradients of G, from left to right
+    #     kind                   `step`       the loop                           `after_step`
+    #     without a turn         clears       nothing                            nothing
+    #     turn that ascends      clears       fills, by the encoder's loss       ascends; imitates
+    #     turn without ascent    clears       nothing                            imitates
+    #     the game alone         nothing      nothing                            imitates
+    # `imitate` clears them, fills them with the gradient of G's own loss, and descends. Numbers are
+    # drawn in this order, for latents, for views, and for latents of `imitate`.
     def step(self, encoder, images, index, generator, return_stats=False, **options):
         game = self.game.train()
         real = _floats(images)
@@ -2464,6 +2468,7 @@ class DiffHard(SimCLR):
         ascends, real, generator, read = self.turn
         if ascends:
             ascent = self.game.optimizers["ascent"]
+            # a mean, as for the encoder, since `_over_ranks` has multiplied the loss
             _average(_gradients(ascent), self.group)
             ascent.step()  # Eq. 4
         self.game.follow()  # Eq. 7
