@@ -258,8 +258,9 @@ def contrastive_loss(
                     the sum over all rows. Suppose the positives come from the same draw, as in a
                     batch. Then e^s has to be divided by K q_j, and e^p by K q_i. Here q_i is the
                     probability with which the positive of anchor i was drawn. log_weights cannot
-                    change e^p. But `nce` depends only on the ratio of the two, so for `nce` it is
-                    the same to pass log q_i − log q_j.
+                    change e^p. But `nce` stays the same if e^p and every e^s get one more factor.
+                    With the factor K q_i, e^p is as it was, and e^s has q_i / q_j. So for `nce`
+                    pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -831,7 +832,7 @@ def _line_up(options, views, given):
     if mask is not None:
         mask = torch.as_tensor(mask, device=z.device).expand(len(anchors), -1)
     if log_weights is not None:
-        # a lower log weight would mask a candidate, and a higher one would unmask a masked one
+        # a log weight below FAR would mask a candidate, and one near 1e30 would unmask a masked one
         log_weights = log_weights.detach().to(z).clamp(FAR / 2, -FAR / 2)
         log_weights = log_weights.expand(len(anchors), -1)
     of_each = None
@@ -1213,8 +1214,10 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     "none"         forward            None             on          losses
 #     "none"         backward           from autograd    on          gradients
 # This table holds with a group, too, as `_run_blocks` and `answer` never communicate. In a call of
-# the loss these do: the checks of section 8 on a CPU, the calls of `gather` in `_line_up` and
-# `_couple`, and `_over_ranks`. All ranks have to reach each of them, in the same order.
+# the loss only these communicate: the checks of section 8 on a CPU, the calls of `gather` in
+# `_line_up` and `_couple`, and `_over_ranks`. All ranks have to reach each of them, in the same
+# order. In the backward pass each `gather` communicates again. So every rank must run that, if only
+# with zeros, see `_Summed` and `_couple`.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1305,8 +1308,8 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     # turn the mode off, as `_leaves` reads the graph. In a backward pass autograd has turned the
     # mode off, but the gradient of grad_losses · losses needs it on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
-        # These are leaves. What is computed from them belongs into the loop, as each block frees
-        # its graph.
+        # The tensors of `everyone` are leaves that all blocks share. Compute nothing from them
+        # before the loop. The backward pass of the first block would free its graph.
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
             rows = slice(start, start + size)
@@ -1361,8 +1364,9 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # An input without a gradient stays an input. Autograd then calls the backward pass of
-        # `gather` with zeros, so that all ranks still communicate.
+        # A gradient is None if no block used the input. Do not drop such an input. While it is in
+        # the list, autograd runs the backward pass of `gather` behind it, with zeros, so no rank
+        # waits.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 

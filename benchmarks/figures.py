@@ -65,7 +65,7 @@ def pays():
 def gains():
     """Draw what the front page compares."""
     rows = [(name, gaps) for name, _, gaps in tables.judged()]
-    return intervals(rows, "gain in points over simclr, if nothing else is named (grey if unclear)")
+    return intervals(rows, "gain in points, over simclr or what is named (grey if unclear)")
 
 
 def sentences():
@@ -78,7 +78,7 @@ def sentences():
 
 def intervals(rows, label):
     """Draw the mean of each row's differences with its 95 % interval, in grey if it has 0."""
-    figure, axis = plt.subplots(figsize=(8, 0.5 + 0.33 * len(rows)), layout="constrained")
+    figure, axis = plt.subplots(figsize=(9, 0.5 + 0.33 * len(rows)), layout="constrained")
     for place, (_, gaps) in enumerate(rows):
         middle, half = report.interval(gaps)
         color = "crimson" if abs(middle) > half else "tab:gray"
