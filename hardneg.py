@@ -254,13 +254,12 @@ def contrastive_loss(
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
-                    the probability q_j. Pass −log(K q_j). Then the sum over the K rows estimates
-                    the sum over all rows. Suppose the positives come from the same draw, as in a
-                    batch. Then e^s has to be divided by K q_j, and e^p by K q_i. Here q_i is the
-                    probability with which the positive of anchor i was drawn. log_weights cannot
-                    change e^p. But `nce` stays the same if e^p and every e^s get one more factor.
-                    With the factor K q_i, e^p is as it was, and e^s has q_i / q_j. So for `nce`
-                    pass log q_i − log q_j.
+                    the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
+                    the K rows estimates the sum over all rows. In a batch the positives were drawn,
+                    too. So e^s has to be divided by q_j, and e^p by q_i, the probability with which
+                    the positive of anchor i was drawn. log_weights cannot change e^p. But `nce`
+                    stays the same if e^p and every e^s get one more factor. With the factor q_i,
+                    e^p is as it was, and e^s has q_i / q_j. So for `nce` pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -997,12 +996,12 @@ def sinkhorn(
     their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks take
     many steps, too.
     Ref: [2] Eq. 5"""
-    # How fast does it converge? You need not know this to use it. A step multiplies the distance of
-    # f from its limit by up to μ², where μ is the second singular value of √(AN) P. In a symmetric
-    # step the part of this distance along an eigenvector of A·P, with eigenvalue λ, gets the factor
-    # (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs, whose
-    # factor is 1, so this part of the distance stays. It does no harm. It adds a number to f and g
-    # in one group and subtracts it in the other, so f_i + g_j stays the same where P is not 0.
+    # How fast does it converge? You need not know this to use it. Let e be the
+    # vector f minus its limit. A step multiplies its length by up to μ², where μ is the second singular value
+    # of √(AN) P. A symmetric step multiplies the component of e along an eigenvector of A·P, with
+    # eigenvalue λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1
+    # occurs. Its factor is 1, so that component never shrinks. It does no harm. It is a number in
+    # one group and minus that number in the other, so it cancels in f_i + g_j where P is not 0.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1216,8 +1215,10 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # This table holds with a group, too, as `_run_blocks` and `answer` never communicate. In a call of
 # the loss only these communicate: the checks of section 8 on a CPU, the calls of `gather` in
 # `_line_up` and `_couple`, and `_over_ranks`. All ranks have to reach each of them, in the same
-# order. In the backward pass each `gather` communicates again. So every rank must run that, if only
-# with zeros, see `_Summed` and `_couple`.
+# order. In the backward pass only `gather` communicates, for the candidates, and for g if weights
+# are not detached. So every gathered tensor that requires a gradient must be an input of the loss
+# on every rank. It is one as a field of `_Anchors` or `_Shared`. A None as its gradient is fine,
+# see `_Summed`.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1327,7 +1328,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
                 found.losses.backward(grad_losses[rows])
                 for gradient, x in zip(of_anchors, _learned(some), strict=True):
                     gradient[rows] = 0 if x.grad is None else x.grad
-    # in the order of `_learned(anchors + shared)`
+    # in the order of `_learned(anchors + shared)`; a shared one is None if no block used it
     return losses, lacking, of_anchors + [x.grad for x in _learned(everyone)]
 
 
