@@ -996,12 +996,12 @@ def sinkhorn(
     their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks take
     many steps, too.
     Ref: [2] Eq. 5"""
-    # How fast does it converge? You need not know this to use it. Let e be the
-    # vector f minus its limit. A step multiplies its length by up to μ², where μ is the second singular value
-    # of √(AN) P. A symmetric step multiplies the component of e along an eigenvector of A·P, with
-    # eigenvalue λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1
-    # occurs. Its factor is 1, so that component never shrinks. It does no harm. It is a number in
-    # one group and minus that number in the other, so it cancels in f_i + g_j where P is not 0.
+    # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
+    # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
+    # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
+    # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs. Its
+    # factor is 1, so that component never shrinks. It does no harm. It is a number in one group and
+    # minus that number in the other, so it cancels in f_i + g_j where P is not 0.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
