@@ -256,10 +256,11 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. In a batch the positives were drawn,
-                    too. So e^s has to be divided by q_j, and e^p by q_i, the probability with which
-                    the positive of anchor i was drawn. log_weights cannot change e^p. But `nce`
-                    stays the same if e^p and every e^s get one more factor. With the factor q_i,
-                    e^p is as it was, and e^s has q_i / q_j. So for `nce` pass log q_i − log q_j.
+                    too. So the terms should be e^p / q_i and e^s / q_j, where q_i is the
+                    probability with which the positive of anchor i was drawn. log_weights cannot
+                    change e^p. But `nce` does not change if all its terms are multiplied by the
+                    same number. Multiplied by q_i, they are e^p and e^s · q_i / q_j. So for `nce`
+                    pass log q_i − log q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -668,7 +669,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     too near a positive      finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    about 0   finite   anything finite       −1e30       below FAR
+#     all dropped by a rule    any, ≈ 0  finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives, whatever log E is. log E is log_negatives − log_total. Without candidates that
@@ -740,7 +741,7 @@ class _Anchors(NamedTuple):
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views. No entry may be MASKED. If this
-    #              has a column, `answer` takes it that every anchor has a positive
+    #              has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -883,6 +884,8 @@ def who(anchors, shared, options):
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
+        # Autograd does not record this, as in `_mask_`. If all positives of an anchor are masked,
+        # `answer` makes its loss 0, which cuts the gradient.
         with torch.no_grad():
             _drop_(of_label, anchors.own, shared.batch)
         pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
@@ -999,9 +1002,10 @@ def sinkhorn(
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
-    # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs. Its
-    # factor is 1, so that component never shrinks. It does no harm. It is a number in one group and
-    # minus that number in the other, so it cancels in f_i + g_j where P is not 0.
+    # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs,
+    # whose factor is 1, so the component of e that belongs to it never shrinks. That component is c
+    # for each row of one group and −c for each row of the other. Only pairs from different groups
+    # have weight, and in their f_i + g_j it cancels.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1074,7 +1078,8 @@ def _couple(anchors, shared, group, options):
         neg = who(some, shared, options)[1]
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
-    # labels mask both ways, and log_weights are not in the kernel
+    # Labels and log_weights need not be named here. Labels mask i for j and j for i, and
+    # log_weights are not in the kernel.
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
     size = max(1, _pairs_in_a_block(anchors) // shared.n)
     kernel = functools.partial(map, kernel_of, anchors.blocks(size))
@@ -1207,18 +1212,19 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
 # `_run_blocks` runs in four situations.
-#     reduction      pass               grad_losses      grad mode   used of the result
-#     any            under no_grad      None             off         losses
-#     mean or sum    forward            ones             on          losses and gradients
-#     "none"         forward            None             on          losses
-#     "none"         backward           from autograd    on          gradients
-# This table holds with a group, too, as `_run_blocks` and `answer` never communicate. In a call of
-# the loss only these communicate: the checks of section 8 on a CPU, the calls of `gather` in
-# `_line_up` and `_couple`, and `_over_ranks`. All ranks have to reach each of them, in the same
-# order. In the backward pass only `gather` communicates, for the candidates, and for g if weights
-# are not detached. So every gathered tensor that requires a gradient must be an input of the loss
-# on every rank. It is one as a field of `_Anchors` or `_Shared`. A None as its gradient is fine,
-# see `_Summed`.
+#     reduction      pass             grad_losses      grad mode in its loop   used of the result
+#     any            under no_grad    None             off                     losses
+#     mean or sum    forward          ones             on                      losses and gradients
+#     "none"         forward          None             on                      losses
+#     "none"         backward         from autograd    on                      gradients
+# This table holds with a group, too, as `_run_blocks` and `answer` never communicate. With a group
+#   - these communicate in a call of the loss: the checks of section 8 on a CPU, the calls of
+#     `gather` in `_line_up` and `_couple`, and `_over_ranks`. All ranks reach them in one order.
+#   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
+#     not detached. All ranks reach it, too.
+#   - So a new tensor that is gathered, and requires a gradient, has to be stored in a field of
+#     `_Anchors` or `_Shared`. Its gradient may be None, see `_Summed`.
+# If a rank does not reach one of these, the others wait for it.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1310,7 +1316,8 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     # mode off, but the gradient of grad_losses · losses needs it on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         # The tensors of `everyone` are leaves that all blocks share. Compute nothing from them
-        # before the loop. The backward pass of the first block would free its graph.
+        # before the loop. All blocks would share that graph, and the first backward pass would free
+        # it.
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
             rows = slice(start, start + size)
@@ -2284,8 +2291,8 @@ class Game(nn.Module):
         read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
 
         The result is a dict of d_loss and g_loss. A loss that is not finite raises
-        FloatingPointError. Ref: [3] Eq. 5, with g_loss from [9], as [3] does not say which function
-        the f_G of its loss is"""
+        FloatingPointError. Ref: [3] Eq. 5. It does not define the function f_G in its loss,
+        so g_loss is that of [9]"""
         ranks = 1 if group is None else distributed.get_world_size(group)
         images = _floats(images[: max(1, self.batch_size // ranks)])
         fake = self.G(self.latents(len(images), generator))
@@ -2324,23 +2331,28 @@ class Game(nn.Module):
 
 # ---- 12. Training: methods, and one loop that trains an encoder by any of them
 
-# A method is a SimCLR, or a subclass with more state. For each batch the loop calls `step`, moves
-# the encoder down the loss, and then calls `after_step`:
+# A method is a SimCLR, or a subclass with more state. It has two calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
 #     after_step() → figures or None
-# options are those that `schedules` change, and return_stats, which asks for figures of the loss.
-# What `step` keeps for `after_step` need not be saved, as a run is saved after both. Both draw from
-# the same generator. The loop trains the encoder and the parameters of the method's criterion. A
-# method with other parameters has optimizers of its own. It clears, averages and steps them, as
-# DiffHard does, and saves them and its counters by get_extra_state, as Game does.
-# The loop also reads the method's `pretrain` and `scheduled`, and sets its `group`. index (B,) has
-# the places of the images in the training set. Figures are a dict of numbers to report. While a
-# method trains alone, before the encoder begins, encoder and loss are None.
-# TestTraining checks that a resumed run is the same to the last bit. training/test_ranks.py checks
-# that a run over ranks is the same up to rounding. If you change the order in which a step draws
-# numbers, a seed gives another run. All ranks have the same seed, so draw numbers for samples by
-# `_drawn`. Whatever `step` or `after_step` changes must end up equal on all ranks. The loop sees
-# to that only for the gradients of its own optimizer, and for BatchNorm.
+# index (B,) has the places of the images in the training set. Figures are a dict of numbers to
+# report.
+# What the loop does:
+#   - For each batch it calls `step`, moves the encoder down the loss, and then calls `after_step`.
+#   - It trains the encoder and the parameters of the method's criterion, and nothing else.
+#   - Its options are those that `schedules` change, and return_stats, which asks for figures.
+#   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
+#   - While the method trains alone, before the encoder begins, encoder and loss are None.
+# What a method must do:
+#   - If it has other parameters, it has optimizers for them. It clears, averages and steps them, as
+#     DiffHard does.
+#   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
+#     for `after_step` need not be saved, as a run is saved after both.
+#   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
+#   - Whatever it changes ends up equal on all ranks. The loop sees to that only for the gradients
+#     of its own optimizer, and for BatchNorm.
+# If you change the order in which a step draws numbers, a seed gives another run. TestTraining
+# checks that a resumed run is the same to the last bit. training/test_ranks.py checks that a run
+# over ranks is the same up to rounding.
 
 
 class SimCLR(nn.Module):
@@ -2461,7 +2473,8 @@ class DiffHard(SimCLR):
             labels = labels + len(labels) * distributed.get_rank(self.group)
         options["labels"] = labels
         z, other = self.embed_views(encoder, generator, batch, batch)
-        # Step 2. The loop descends this loss to train the encoder. Its gradient reaches G, too.
+        # Step 2. The loop descends this loss to train the encoder. In a turn that ascends, its
+        # gradient reaches G, too.
         loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
         game.optimizers["ascent"].zero_grad()  # so that G gets the gradient of this loss alone
         return loss, figures
