@@ -669,12 +669,15 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     too near a positive      finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    any, ≈ 0  finite   anything finite       −1e30       below FAR
+#     all dropped by a rule    no sense  finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives, whatever log E is. log E is log_negatives − log_total. Without candidates that
-# is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, it is
-# −1e30 − (−1e30), as log weights alone are masked. Without positives `answer` makes the loss 0.
+# is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, log weights alone
+# are masked. Then two numbers near −1e30 are subtracted, and what is left makes no sense. If you
+# change this, keep that log_total is added last, as it alone brings −1e30 into the sum. `published`
+# need only return a finite number with a finite gradient. Without positives `answer` makes the loss
+# 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -2339,7 +2342,8 @@ class Game(nn.Module):
 # What the loop does:
 #   - For each batch it calls `step`, moves the encoder down the loss, and then calls `after_step`.
 #   - It trains the encoder and the parameters of the method's criterion, and nothing else.
-#   - Its options are those that `schedules` change, and return_stats, which asks for figures.
+#   - As **options it passes those of the loss that `schedules` change, and return_stats, which asks
+#     for figures.
 #   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
