@@ -456,7 +456,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
 # To add a cost, add its row here.
 # A row has the name of a cost, and a function that computes it from the cosine of two unit rows.
 # d² is ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
-# A cost and its gradient must be finite for cosines from −2, which stands for masked, to 1 + 1e-6.
+# `transported` gives masked pairs a cosine of −2. So a cost and its gradient must be finite for
+# cosines from −2 to 1 + 1e-6.
 # Divided by the smallest ε it must stay below 1e20, since more would count as masked.
 COSTS = {
     "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
@@ -887,8 +888,9 @@ def who(anchors, shared, options):
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
-        # Autograd does not record this, as in `_mask_`. If all positives of an anchor are masked,
-        # `answer` makes its loss 0, which cuts the gradient.
+        # Autograd does not record this, as in `_mask_`. If some positives of an anchor are masked,
+        # their softmax share is 0, so they get no gradient. If all are masked, `answer` makes the
+        # loss 0, which cuts it.
         with torch.no_grad():
             _drop_(of_label, anchors.own, shared.batch)
         pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
@@ -993,9 +995,9 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. It usually takes fewer steps. It takes about a third more if the
-    rows fall into two groups, and each row is coupled with rows of the other group alone. If the
-    kernel is not symmetric, the mean does not converge.
+    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. It takes about a
+    third more than that if the rows fall into two groups, and each row is coupled with rows of the
+    other group alone. If the kernel is not symmetric, the mean does not converge.
 
     Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. A mask
     can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone, and
@@ -1222,7 +1224,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     "none"         backward         from autograd    on                      gradients
 # This table holds with a group, too, as `_run_blocks` and `answer` never communicate. With a group
 #   - these communicate in a call of the loss: the checks of section 8 on a CPU, the calls of
-#     `gather` in `_line_up` and `_couple`, and `_over_ranks`. All ranks reach them in one order.
+#     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
+#     use the same options, and reach them in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
 #     not detached. All ranks reach it, too.
 #   - So a new tensor that is gathered, and requires a gradient, has to be stored in a field of
@@ -2467,10 +2470,10 @@ class DiffHard(SimCLR):
         if encoder is None:
             return None, {}
         game.taken += 1
-        # Step 1. A batch has real images and as many generated ones. Each of them has two views.
+        # Step 1. A batch has real images and about as many generated ones, each in two views.
         with torch.set_grad_enabled(ascends):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
-        batch = torch.cat([generated, real])  # (2N, 3, H, W)
+        batch = torch.cat([generated, real])  # (about 2B, 3, H, W)
         alone = len(latent) + torch.arange(len(images), device=latent.device)
         labels = torch.cat([latent, alone])  # (2N,): a pair has one label
         if self.group is not None:  # other ranks have other pairs
