@@ -271,8 +271,8 @@ def contrastive_loss(
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors where debiasing leaves less than e^{−1/t}. No
-                    mean of e^s can be less, so e^{−1/t} is used instead of what is left.
+                    "clamped" is the share of anchors whose debiased mean of e^s comes out below
+                    e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
                     "positive" and "negative" are mean cosines. "spread" is the root of the
                     mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
                     "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
@@ -995,9 +995,10 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. It takes about a
-    third more than that if the rows fall into two groups, and each row is coupled with rows of the
-    other group alone. If the kernel is not symmetric, the mean does not converge.
+    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. An exception is a
+    kernel whose rows fall into two groups, each row being coupled with rows of the other group
+    alone. There symmetric=True takes about a third more steps. If the kernel is not symmetric, the
+    mean does not converge.
 
     Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. A mask
     can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone, and
@@ -1009,8 +1010,8 @@ def sinkhorn(
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
     # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs,
     # whose factor is 1, so the component of e that belongs to it never shrinks. That component is c
-    # for each row of one group and −c for each row of the other. Only pairs from different groups
-    # have weight, and in their f_i + g_j it cancels.
+    # for each row of one group and −c for each row of the other. Since f = g, a pair from different
+    # groups gets c − c = 0 from it, and only such pairs have weight. So it does not change P.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1246,8 +1247,9 @@ def _evaluate(anchors, shared, group, options):
     if _may_read(value):
         _warn_of(lacking, a, options)
     # `_over_ranks` multiplies a sum by the number of ranks, as DDP divides by it. Losses of single
-    # anchors are not multiplied. The caller takes the mean over this rank, and DDP takes the mean
-    # over ranks. That is the mean over all anchors already.
+    # anchors are not multiplied. The caller takes their mean over this rank, and DDP takes the mean
+    # over ranks. That is the mean over all anchors already. A caller who sums them instead has to
+    # multiply by the number of ranks. TestGather compares such gradients with one process.
     if options["reduction"] == "none":
         return value
     value, count = value.sum(), a - lacking[0]  # of anchors with a positive
@@ -2475,7 +2477,7 @@ class DiffHard(SimCLR):
             generated, latent = game.sample(len(images), generator)  # Eq. 6
         batch = torch.cat([generated, real])  # (about 2B, 3, H, W)
         alone = len(latent) + torch.arange(len(images), device=latent.device)
-        labels = torch.cat([latent, alone])  # (2N,): a pair has one label
+        labels = torch.cat([latent, alone])  # a generated pair shares one
         if self.group is not None:  # other ranks have other pairs
             labels = labels + len(labels) * distributed.get_rank(self.group)
         options["labels"] = labels
