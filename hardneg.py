@@ -255,12 +255,12 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
-                    the K rows estimates the sum over all rows. In a batch the positives were drawn,
-                    too. So the terms should be e^p / q_i and e^s / q_j, where q_i is the
-                    probability with which the positive of anchor i was drawn. log_weights cannot
-                    change e^p. But `nce` does not change if all its terms are multiplied by the
-                    same number. Multiplied by q_i, they are e^p and e^s · q_i / q_j. So for `nce`
-                    pass log q_i − log q_j.
+                    the K rows estimates the sum over all rows. In a batch, for `nce`, pass
+                    log q_i − log q_j (A, N), where q_i is the probability with which the positive
+                    of anchor i was drawn. The reason is this. The terms should be e^p / q_i and
+                    e^s / q_j, and log_weights cannot change e^p. But `nce` does not change if all
+                    its terms are multiplied by the same number. Multiplied by q_i, they are e^p and
+                    e^s · q_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -380,9 +380,9 @@ class ContrastiveLoss(nn.Module):
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
-#     t           the temperature. Do not take the option `temperature` instead. If it is learned,
-#                 section 7 cannot find its gradient block by block. It then computes all anchors
-#                 in one go, which takes the memory of A·N numbers
+#     t           the temperature. Take this, not the option `temperature`. A learned temperature
+#                 reaches blocks only as t. If a rule takes `temperature`, section 7 computes all
+#                 anchors in one go, which takes the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -675,7 +675,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives, whatever log E is. log E is log_negatives − log_total. Without candidates that
 # is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, log weights alone
-# are masked. Then two numbers near −1e30 are subtracted, and what is left makes no sense. If you
+# are masked. Then both are about −1e30, and their difference makes no sense. If you
 # change this, keep that log_total is added last, as it alone brings −1e30 into the sum. `published`
 # need only return a finite number with a finite gradient. Without positives `answer` makes the loss
 # 0.
@@ -1292,10 +1292,13 @@ def _pairs_in_a_block(anchors):
 
 
 def _in_blocks(anchors, shared, options, size):
-    """Compute the losses of all anchors (A,), or their sum, and what they lack, block by block.
-    A sum gets its gradient at once, while the matrix of a block is in memory. For "none" the
-    backward pass computes each block again. If a function of the user's has parameters, the result
-    has all losses, whatever the reduction."""
+    """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
+    a function of the user's has parameters   autograd finds the gradient of all at once. Then
+                                              it is losses (A,) for every reduction
+    reduction is mean or sum                  `_Summed` has the gradient, which was found while
+                                              the matrix of a block was in memory
+    reduction is "none"                       `_Single` computes each block again in the
+                                              backward pass"""
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
     ones = torch.ones_like(anchors.scaled[:, 0])
