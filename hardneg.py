@@ -675,10 +675,9 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives, whatever log E is. log E is log_negatives − log_total. Without candidates that
 # is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, log weights alone
-# are masked. Then both are about −1e30, and their difference makes no sense. If you
-# change this, keep that log_total is added last, as it alone brings −1e30 into the sum. `published`
-# need only return a finite number with a finite gradient. Without positives `answer` makes the loss
-# 0.
+# are masked. Then both are about −1e30, and their difference makes no sense. If you change this,
+# keep that log_total is added last, as it alone brings −1e30 into the sum. `published` need only
+# return a finite number with a finite gradient. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
