@@ -215,10 +215,10 @@ class Options(TypedDict, total=False):
         [0, 2**40],
         """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
         2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, is not cut. With
-        blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
-        change a result by rounding only. In blocks a loss has no second derivatives. If a function
-        of yours has parameters that learn, or under torch.func, all anchors are computed in one
-        go. The coupling of `transported` has blocks of its own.""",
+        blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result by
+        rounding only. In blocks a loss has no second derivatives. If a function of yours has
+        parameters that learn, or under torch.func, all anchors are computed in one go. The coupling
+        of `transported` has blocks of its own.""",
     ]
 
 
@@ -1008,9 +1008,7 @@ def sinkhorn(
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
     # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs,
-    # whose factor is 1, so the component of e that belongs to it never shrinks. That component is c
-    # for each row of one group and −c for each row of the other. Since f = g, a pair from different
-    # groups gets c − c = 0 from it, and only such pairs have weight. So it does not change P.
+    # too, but P does not depend on that component.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1292,17 +1290,17 @@ def _pairs_in_a_block(anchors):
 
 def _in_blocks(anchors, shared, options, size):
     """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
-    a function of the user's has parameters   autograd finds the gradient of all at once. Then
-                                              it is losses (A,) for every reduction
-    reduction is mean or sum                  `_Summed` has the gradient, which was found while
-                                              the matrix of a block was in memory
-    reduction is "none"                       `_Single` computes each block again in the
-                                              backward pass"""
+    Its three ways are
+        a function of the user's learns   autograd does it all at once, and returns losses (A,)
+        reduction is mean or sum          `_Summed` has the gradient, which was found while the
+                                          matrix of a block was in memory
+        reduction is "none"               `_Single` computes each block again in the backward
+                                          pass"""
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
     ones = torch.ones_like(anchors.scaled[:, 0])
     found = run(ones if summed and torch.is_grad_enabled() else None)
-    if found is None:  # a function of the user's has parameters, so autograd does it all
+    if found is None:
         return answer(anchors, shared, options)[:2]
     value, lacking, gradients = found
     inputs = _learned(anchors + shared)  # gradient k belongs to input k, see `_learned`

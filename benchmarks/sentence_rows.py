@@ -154,13 +154,13 @@ def by_sources(runs: list[dict], question: str) -> str:
     return report.gain(torch.stack(found).mean(0).tolist())
 
 
-def table(record: str, stage: str | None = None, seeds: int = 5) -> str:
-    """Write the rows of a stage, or of all, and then their differences, from seeds below `seeds`.
-    A row or a difference needs three seeds. Times are relative to `simclr, twice` of the seed, and
-    left out where a row ran on another machine than that."""
+def table(record: str) -> str:
+    """Write the rows of a record, and then their differences. Each of them needs three seeds.
+
+    Times are relative to `simclr, twice` of the seed. They are those of finding alone, as the other
+    rows ran on other machines."""
     found = common.read(record)
-    rows = STAGES[stage] if stage else {row for rows in STAGES.values() for row in rows}
-    runs = [run for run in found["runs"] if run["row"] in rows and run["seed"] < seeds]
+    runs = found["runs"]
     names = ["mrr", "r1", "r10", "same_source"]
     lines = [["row", "n", "t", "rate", "own", "MRR", "R@1", "R@10", "same source", "time"]]
     before = [f"{found['before'][name]:.1f}" for name in names]
@@ -174,10 +174,11 @@ def table(record: str, stage: str | None = None, seeds: int = 5) -> str:
         line = [f"`{row}`", str(len(some))]
         line += [str(x) for x in (settings["temperature"], settings["rate"], own)]
         line += [report.spread([run[name] for run in some]) for name in names]
-        times = [run["seconds"] / of_seed[run["seed"]] for run in some if run["seed"] in of_seed]
-        is_comparable = times and row in STAGES["finding"]  # the others ran elsewhere
-        lines.append(line + [report.spread(times) if is_comparable else ""])
-    holm = by_holm(found["runs"])
+        time = ""
+        if row in STAGES["finding"]:
+            time = report.spread([run["seconds"] / of_seed[run["seed"]] for run in some])
+        lines.append([*line, time])
+    holm = by_holm(runs)
     differences = [["difference", "n", "MRR", "over sources", "same source", "Holm"]]
     for question in QUESTIONS:
         of_seeds = gaps(runs, question)

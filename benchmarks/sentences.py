@@ -344,8 +344,6 @@ def main():
     parser.add_argument("--model", type=Path, help="folder of the encoder, if not the package's")
     parser.add_argument("--record", default="sentences", help="file of results/, less .json")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--stage", choices=STAGES, help="print this one alone")
-    parser.add_argument("--seeds", type=int, default=5, help="print seeds below this one alone")
     args = parser.parse_args()
     if not args.show:
         torch.set_num_threads(args.threads)
@@ -354,7 +352,7 @@ def main():
         record = Record(args.record, corpus.about)
         record.found["corpus"] = corpus.about
         Study(corpus.parts, record, folder).go()
-    print(table(args.record, args.stage, args.seeds))
+    print(table(args.record))
 
 
 if __name__ == "__main__":

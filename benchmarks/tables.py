@@ -156,7 +156,7 @@ Text: four found negatives | sentences | sentences: mined 4 − simclr
 Text: one found, at equal time | sentences | sentences: mined − simclr, twice
 Text: `hcl` and one found, against one found | sentences | sentences: mined, hcl − mined
 """
-COMPARISONS = 80  # on all pages, about: a verdict that stands has p < 0.05/60 (Bonferroni)
+COMPARISONS = 80  # on all pages, about; a verdict that stands has p < 0.05 / 80 (Bonferroni)
 
 
 def verdict(gaps: list[float]) -> str:
