@@ -2299,7 +2299,7 @@ class Game(nn.Module):
         read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
 
         The result is a dict of d_loss and g_loss. A loss that is not finite raises
-        FloatingPointError. Ref: [3] Eq. 5. It does not define the function f_G in its loss,
+        FloatingPointError. Ref: [3] Eq. 5. [3] does not define f_G in its loss,
         so g_loss is that of [9]"""
         ranks = 1 if group is None else distributed.get_world_size(group)
         images = _floats(images[: max(1, self.batch_size // ranks)])
