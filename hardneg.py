@@ -18,7 +18,8 @@ Symbols
     A           anchors: every view of every sample, V·B; with `negatives` the first view alone, B
     a           the anchors of a block; large batches are worked on in blocks
     M           positives of an anchor: the V − 1 other views, or P named rows; if labels name
-                positives, M grows by N columns, of which most are masked
+                positives, every candidate has a column here, too, so N are added, and those of
+                another label are masked
     N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked; in formulas of one anchor
                 N stands for N_i
@@ -255,12 +256,11 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
-                    the K rows estimates the sum over all rows. In a batch, for `nce`, pass
-                    log q_i − log q_j (A, N), where q_i is the probability with which the positive
-                    of anchor i was drawn. The reason is this. The terms should be e^p / q_i and
-                    e^s / q_j, and log_weights cannot change e^p. But `nce` does not change if all
-                    its terms are multiplied by the same number. Multiplied by q_i, they are e^p and
-                    e^s · q_i / q_j.
+                    the K rows estimates the sum over all rows. In a batch the positive of anchor i
+                    was drawn, too, with a probability q_i. So the terms of `nce` should be
+                    e^p / (K q_i) and e^s / (K q_j). `nce` does not change if all its terms are
+                    multiplied by K q_i, which leaves e^p and e^s · q_i / q_j. So pass
+                    log q_i − log q_j (A, N) there.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -269,7 +269,9 @@ def contrastive_loss(
                     Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
                     all ranks, see `gather`. All ranks have to call with the same shapes.
                     DistributedDataParallel has to average the gradients, also those of parameters
-                    of the loss. Without DDP, take the mean of each gradient over the ranks.
+                    of the loss. Without DDP, take the mean of each gradient over the ranks. With
+                    reduction="none" take the mean of the losses on each rank. If you sum them
+                    instead, multiply the sum by the number of ranks.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
                     "clamped" is the share of anchors whose debiased mean of e^s comes out below
                     e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
@@ -380,9 +382,9 @@ class ContrastiveLoss(nn.Module):
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
-#     t           the temperature. Take this, not the option `temperature`. A learned temperature
-#                 reaches blocks only as t. If a rule takes `temperature`, section 7 computes all
-#                 anchors in one go, which takes the memory of A·N numbers
+#     t           the temperature. Take this, not the option `temperature`. If the temperature is
+#                 learned, blocks know a copy of it alone, which is t. A rule that takes the other
+#                 makes section 7 compute all anchors in one go, in the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -393,17 +395,22 @@ class ContrastiveLoss(nn.Module):
 #     higher.
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
+#   - If a rule takes the potential, then a symmetric matrix of logits and g = 0 give a symmetric
+#     result. `_couple` relies on this. For such a rule detach_weights is True by default, and
+#     negatives (B, K, D) are an error.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
 # in Options if it has an option of its own. A test compares it with reference_numpy.py. Write there
 # the formula for candidates in RULES, and that for positives in `weigh_alike`. Give it options in
-# WEIGHT_OPTIONS of the tests. TestRows checks most of these points. A rule that takes the potential
-# gets no gradient by default, and cannot weigh negatives (B, K, D). Called with g = 0 on a
-# symmetric matrix, it has to return a symmetric matrix.
+# WEIGHT_OPTIONS of the tests. TestRows checks most of these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
 # stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
 # of your own, you see to that.
+# Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
+# masked logit is still the product of two embeddings. So a function that has a gradient at a masked
+# logit would move these embeddings. Each function either has none there, or works on a copy that is
+# filled by masked_fill, which cuts it.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -434,7 +441,8 @@ def hardest(logits: Tensor, candidates: Tensor | None = None) -> Tensor:
 
 def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tensor:
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
-    The quantile is that of candidates (a, N), or of the logits themselves. Ties with it are kept.
+    The quantile is that of candidates (a, N). If none are given, it is that of the logits. Ties
+    with it are kept.
     alpha = k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
@@ -485,8 +493,7 @@ def transported(
 
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns as the logits are masked.
-    Section 4 wrote −1e30 into masked logits under no_grad. So autograd would still pass a gradient
-    at these entries on to the embeddings. They are filled again on a copy, which cuts it."""
+    Any function may have a gradient at masked logits. So it gets a copy, see MASKED."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
@@ -499,7 +506,8 @@ def own_rule(logits, weights):
 
 # rule: its function, and a word on the mean of an anchor's weights
 #     "one"     it is 1 already
-#     "scaled"  `weigh` makes it 1; the rule must not drop all candidates of an anchor
+#     "scaled"  `weigh` makes it 1 by a softmax; the rule must not drop all candidates of an anchor,
+#               as a softmax over a row of equal −1e30 gives each of them the same share
 #     "any"     it can be anything, and `weigh` leaves it
 WEIGHTS = {
     "uniform": (uniform, "one"),
@@ -530,6 +538,7 @@ def weigh(pos, neg, n, anchors, shared, options):
     if options["mean"] == "scaled" or options["tau_plus"] != 0:
         log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
     if options["mean"] == "scaled":
+        # the softmax of a row without candidates is not masked, and log_n masks it again
         log_w = torch.log_softmax(log_w, -1) + log_n[:, None]
     if anchors.log_weights is not None:
         log_w = log_w + anchors.log_weights
@@ -585,7 +594,8 @@ def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
     It is 0 without negatives. Limits for one positive, uniform weights and τ⁺ = 0: as t → 0,
     t · nce becomes half of `triplet` on `hardest` with η = 0. As t → ∞, nce becomes
-    log(1 + N) + N/(1 + N)/t · `simple`. Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
+    log(1 + N) + N / ((1 + N) t) · `simple`.
+    Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
     # softplus(x) is log(1 + e^x). Above the threshold it returns x, which is the same there
     return F.softplus(log_negatives - log_sum(pos), threshold=40)
 
@@ -633,8 +643,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 
 
 def own_objective(pos, neg, log_w, objective):
     """Judge by a function of the user's.
-    It gets copies that are filled again, as in `own_rule`, which cuts the gradient of masked
-    logits."""
+    It may have a gradient at masked logits. So it gets copies, see MASKED."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
     losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
@@ -673,11 +682,13 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     all dropped by a rule    no sense  finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
-# without negatives, whatever log E is. log E is log_negatives − log_total. Without candidates that
-# is −2e30 − (−1e30), as logits and log weights are masked. If a rule drops all, log weights alone
-# are masked. Then both are about −1e30, and their difference makes no sense. If you change this,
-# keep that log_total is added last, as it alone brings −1e30 into the sum. `published` need only
-# return a finite number with a finite gradient. Without positives `answer` makes the loss 0.
+# without negatives. log E is log_negatives − log_total. Without candidates that is −2e30 − (−1e30),
+# as logits and log weights are both masked, and add up in log_negatives. If a rule drops all, only
+# log weights are masked. Then log_negatives and log_total are both about −1e30, and rounding leaves
+# no sense in their difference. `published` turns any log E into a finite number with a finite
+# gradient. Therefore what it returns does not tell that an anchor has no negatives. log_total tells
+# it. So if you change this, keep adding log_total after `published`. Without positives `answer`
+# makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -709,8 +720,9 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # If `top` drops all positives, each has a log weight of −1e30, and they share equally. An
-        # absent positive gets another −1e30 from uniform(pos), so that its share is 0.
+        # All positives can be below the threshold that `top` takes from candidates. Then each has
+        # a log weight of −1e30, and they share equally. uniform(pos) lowers that of an absent
+        # positive to −2e30, so that its share is 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     tau_plus = options["tau_plus"]
@@ -776,15 +788,16 @@ class _Shared(NamedTuple):
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
-# What `_line_up` makes of each kind of call, for the anchors of a sample:
+# What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more:
 #     views   negatives   and                      `own`                     positives
-#     2       no                                   columns of the sample     the other view
-#     2       no          labels, objective ppcl   columns of the sample     the other view, and
+#     2+      no          nothing else             columns of the sample     the other views
+#     2+      no          labels, objective ppcl   columns of the sample     the other views, and
 #                                                                            columns of its label
+#     2+      no          labels, another one      columns of the sample     the other views
 #     1       no          labels                   column of the sample      columns of its label
 #     1       yes         labels                   no columns                rows of its label
-#     2       yes                                  no columns                the other view
-#     2       yes         positive_index           rows that it names        the other view
+#     2+      yes         nothing else             no columns                the other views
+#     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
 # With negatives, labels and the objective ppcl, positives are also the rows of the sample's label.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
@@ -795,11 +808,11 @@ def _line_up(options, views, given):
     negatives, positive_index, labels, mask, log_weights, group = given
     project = unit if options["normalize"] else _upcast
     b, v = len(views[0]), len(views)
-    a = v * b
+    n_anchors = v * b  # in a batch
     z = project(torch.cat(views))  # (A, D)
     t = options["temperature"]
     if torch.is_tensor(t):
-        t = t.to(z).view(())  # its gradient needs 32 bits
+        t = t.to(z).view(())  # the gradient of a t of 16 bits is summed in the dtype of z
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
     # first view alone has anchors. positive_index says which of the negatives show the anchor's
@@ -811,10 +824,10 @@ def _line_up(options, views, given):
         # Row i of `own` has the columns i, i + B, i + 2·B, … modulo A. For two views of three
         # samples these are the rows 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. Row i takes every third entry of
         # 0 1 2 3 4 5 0 1 2 3 4 5, beginning with entry i.
-        columns = torch.arange(2 * a, device=z.device) % a
-        own = columns.as_strided((a, v), (1, b))  # (A, V)
+        columns = torch.arange(2 * n_anchors, device=z.device) % n_anchors
+        own = columns.as_strided((n_anchors, v), (1, b))  # (A, V)
         if group is not None:
-            own = own + distributed.get_rank(group) * a
+            own = own + distributed.get_rank(group) * n_anchors
     else:
         anchors, *positives = z.split(b)
         anchors, candidates = anchors / t, project(negatives.to(z.dtype))
@@ -846,7 +859,8 @@ def _line_up(options, views, given):
     # A single view has positives by index, or else by label
     by_index = v == 1 and positive_index is not None
     by_label = labels is not None and (options["by_label"] or (v == 1 and not by_index))
-    # If `plain` is True, `answer` takes N − own.shape[1] for N_i, and counts nothing.
+    # If `plain` is True, `answer` takes N − own.shape[1] for N_i, and counts nothing. So whatever
+    # else masks is named here, see the table above `_mask_`.
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
     if plain and not in_batch and _may_read(z) and (negatives == views[1][0]).all(-1).any():
@@ -887,14 +901,27 @@ def who(anchors, shared, options):
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
-        # Autograd does not record this, as in `_mask_`. If some positives of an anchor are masked,
-        # their softmax share is 0, so they get no gradient. If all are masked, `answer` makes the
-        # loss 0, which cuts it.
+        # Autograd records the masked_fill above, but not the `_drop_` below. Yet a positive that is
+        # dropped gets no gradient. If others are left, its softmax share is 0. If none is left,
+        # `answer` makes the loss 0, which cuts it.
         with torch.no_grad():
             _drop_(of_label, anchors.own, shared.batch)
         pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
     _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
     return pos, neg
+
+
+# What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, add a row
+# here, and name the option where the row says yes.
+#                       `plain` of `_line_up` excludes it   it can mask i for j, but not j for i,
+#                       (all but `own` alone)               so `symmetric` of `_couple` excludes it
+#     own, in a batch   no                                  no
+#     negative_mask     yes                                 yes
+#     labels            yes                                 no
+#     margins           yes                                 yes
+#     positive_index    yes                                 it needs negatives, and with those
+#                                                           `symmetric` is False anyway
+# log_weights do not mask, and are in neither.
 
 
 @torch.no_grad()
@@ -906,8 +933,6 @@ def _mask_(neg, pos, anchors, shared, options):
     softmax has no gradient there. Any other function has to cut it, by masked_fill on a copy or by
     a clamp. If one does not, only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS
     and OBJECTIVES."""
-    # To add an option that masks, mask here, and name it in `plain` of `_line_up`. If it can mask i
-    # for j but not j for i, name it in `symmetric` of `_couple`, too.
     _drop_(neg, anchors.own, shared.batch)
     if anchors.mask is not None:
         neg.masked_fill_(~anchors.mask, MASKED)
@@ -994,10 +1019,10 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. An exception is a
-    kernel whose rows fall into two groups, each row being coupled with rows of the other group
-    alone. There symmetric=True takes about a third more steps. If the kernel is not symmetric, the
-    mean does not converge.
+    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. An exception are
+    samples in two groups, if each sample is coupled with the other group alone. There
+    symmetric=True takes about a third more steps. If the kernel is not symmetric, the mean does not
+    converge.
 
     Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. A mask
     can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone, and
@@ -1007,16 +1032,17 @@ def sinkhorn(
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
-    # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1. With two groups λ = −1 occurs,
-    # too, but P does not depend on that component.
+    # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With
+    # two groups λ = −1 occurs, too. Its component is +c on one group and −c on the other, so it
+    # cancels in f_i + g_j, and does not matter.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
-    # A pass through the loop
-    #   - computes log_rows with the g of the pass before,
-    #   - computes log_columns with the new f, which is −log_rows,
-    #   - checks the f and g of the pass before, whose row totals are e^{f + log_rows},
-    #   - and, unless these are right, replaces f and g.
+    # A pass through the loop begins with the f and g of the pass before, the old ones. It
+    #   - computes log_rows, the log of Σ_j e^{g_j − C_ij/ε} with the old g,
+    #   - computes log_columns in the same way, with the new f, which is −log_rows,
+    #   - checks the old f and g, whose row totals are e^{f + log_rows},
+    #   - and, unless these are right, replaces f and g by the new ones.
     # Here rows sum to 1 and columns to A / N, as in the sketch above.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
@@ -1030,7 +1056,8 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        f = -_zero_if_masked(log_rows)  # `_log_sums` computes the same f. Change both together
+        # `_log_sums` takes the same new f block by block. Change both together
+        f = -_zero_if_masked(log_rows)
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
             f = g = (f + g) / 2
@@ -1072,17 +1099,19 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # The backward pass of this `gather` communicates, so it has to run on all ranks or on none. If
-    # weights are detached, it runs on none, as g has no gradient. If they are not, g is a field of
-    # `_Shared` with a gradient on every rank. So the backward pass of every rank reaches it.
+    # The backward pass of a `gather` communicates, so it has to run on all ranks or on none. If
+    # weights are detached, the kernel below has no graph, so these run on none. If weights are not
+    # detached, g is a field of `_Shared` with a gradient on every rank. So the backward pass of
+    # every rank reaches `gather` through g. pos only serves margins, in `_mask_`, which has no
+    # graph, so its own `gather` never runs backwards.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
         neg = who(some, shared, options)[1]
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
-    # Labels and log_weights need not be named here. Labels mask i for j and j for i, and
-    # log_weights are not in the kernel.
+    # The kernel is symmetric, as a rule that takes the potential keeps a symmetric matrix so, see
+    # section 2. The table above `_mask_` has what can mask one way alone.
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
     size = max(1, _pairs_in_a_block(anchors) // shared.n)
     kernel = functools.partial(map, kernel_of, anchors.blocks(size))
@@ -1112,8 +1141,8 @@ def mine(
     group: distributed.ProcessGroup | None = None,
 ):  # the type of the result depends on scores, which would need overloads
     """Find the k documents nearest to each query that do not answer it: hard negatives.
-    queries (n, D), documents (N, D), any floats → document rows (n, k), nearest first. −1 stands
-    for none.
+    queries (n, D), documents (N, D), any floats → indices of documents (n, k), nearest first. −1
+    stands for none.
 
     positives       (n,), or (n, P) padded with −1. Rows of the documents that answer a query. They
                     are not taken. None: document i answers query i.
@@ -1151,8 +1180,8 @@ def mine(
         documents = project(documents).to(queries.dtype)
         _check_finite("queries", queries)
         _check_finite("documents", documents)
-        # This is question 1 of a loss, at t = 1. A block of queries meets all documents, since any
-        # of them may be the nearest answer, from which margins are measured.
+        # This is question 1 of a loss, at t = 1. Queries are cut into blocks. Documents are not, as
+        # any of them may be the nearest answer, from which margins are measured.
         anchors = _Anchors(queries, queries[:, :0], positives)
         if group is not None:
             anchors = anchors.of(_share(n, group))
@@ -1225,15 +1254,26 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
 #     use the same options, and reach them in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
-#     not detached. All ranks reach it, too.
-#   - So a new tensor that is gathered, and requires a gradient, has to be stored in a field of
-#     `_Anchors` or `_Shared`. Its gradient may be None, see `_Summed`.
+#     not detached. All ranks reach it, too, because `_Summed` and `_Single` have all fields of
+#     `_Anchors` and `_Shared` that require a gradient among their inputs. So a new tensor that is
+#     gathered, and requires a gradient, must be such a field. A block need not use it.
 # If a rank does not reach one of these, the others wait for it.
+# How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
+# the anchors of rank r.
+#   - The loss of all is Σ_r L_r, over the number of anchors for a mean. Each rank returns it.
+#   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
+#     gradients over ranks in its backward pass.
+#   - DDP, or `_average` in section 12, then takes the mean over ranks, which divides by R. To undo
+#     that, `_over_ranks` gives the backward pass R · L_r.
+#   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
+#     is the mean over all anchors already, so nothing is multiplied.
+# A new reduction, or a new term of the loss, has to keep to this. TestGather compares gradients of
+# several ranks with one process.
 
 
 def _evaluate(anchors, shared, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
-    a = len(anchors.scaled)
+    n_anchors = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
         # Unless reduction is "none", value can be a sum already, so losses of single anchors cannot
@@ -1242,14 +1282,10 @@ def _evaluate(anchors, shared, group, options):
     else:
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
-        _warn_of(lacking, a, options)
-    # `_over_ranks` multiplies a sum by the number of ranks, as DDP divides by it. Losses of single
-    # anchors are not multiplied. The caller takes their mean over this rank, and DDP takes the mean
-    # over ranks. That is the mean over all anchors already. A caller who sums them instead has to
-    # multiply by the number of ranks. TestGather compares such gradients with one process.
+        _warn_of(lacking, n_anchors, options)
     if options["reduction"] == "none":
         return value
-    value, count = value.sum(), a - lacking[0]  # of anchors with a positive
+    value, count = value.sum(), n_anchors - lacking[0]  # of anchors with a positive
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1257,16 +1293,16 @@ def _evaluate(anchors, shared, group, options):
     return value
 
 
-def _warn_of(lacking, a, options):
+def _warn_of(lacking, n, options):
     """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
     The third warning is left out for the default τ⁺, as trained anchors normally reach the
     floor."""
     no_positive, no_candidate, clamped = lacking
-    if no_positive == a:
-        _warn(f"None of {a} anchors has a positive. Check labels and positive_index.")
-    if no_candidate == a:
-        _warn(f"None of {a} anchors has a candidate. Check labels, masks and positive_index.")
-    if options["tau_plus"] and 2 * clamped > a:
+    if no_positive == n:
+        _warn(f"None of {n} anchors has a positive. Check labels and positive_index.")
+    if no_candidate == n:
+        _warn(f"None of {n} anchors has a candidate. Check labels, masks and positive_index.")
+    if options["tau_plus"] and 2 * clamped > n:
         _warn("Debiasing takes its floor for most anchors. Raise temperature or lower tau_plus.")
 
 
@@ -1380,9 +1416,8 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # A gradient is None if no block used the input. Do not drop such an input. While it is in
-        # the list, autograd runs the backward pass of `gather` behind it, with zeros, so no rank
-        # waits.
+        # A gradient is None if no block used the input. Keep such an input in the list. Then
+        # autograd runs the backward pass of the `gather` behind it, with zeros, so no rank waits.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
@@ -1401,7 +1436,7 @@ class _Single(torch.autograd.Function):
     def backward(ctx, grad):
         _only_once()
         _ = ctx.saved_tensors  # autograd looks for changes here
-        # the result is not None, as the forward pass has looked at the leaves
+        # `run` does not return None here, or else `_in_blocks` would have got None from it before
         return (None,) * 3 + tuple(ctx.run(grad)[2])
 
 
@@ -1422,10 +1457,8 @@ def _uncompiled(function, *arguments):
 
 
 def _over_ranks(value, count, group):
-    """Sum over ranks. With two ranks, rank 0 has the sum L_0 of the losses of its anchors, and rank
-    1 has L_1. Both return the value L_0 + L_1. The backward pass of `gather` brings the gradients
-    of both sums to the rows of each rank. DDP then takes the mean of the gradients of both ranks,
-    which halves them. To undo that, rank r gives the backward pass 2 L_r."""
+    """Sum a value L_r and a count over ranks. The gradient is that of R · L_r, for R ranks, as the
+    head of this section explains."""
     totals = torch.stack([value.detach(), torch.zeros_like(value) + count])
     distributed.all_reduce(totals, group=group)
     scaled = distributed.get_world_size(group) * value
@@ -1519,7 +1552,8 @@ class _LogSum(torch.autograd.Function):
     def forward(ctx, x, y, dim):
         total = x + y
         largest = total.amax(dim)
-        # softmax is one fused pass, in place, and its largest share is 1 / Σ e^{total − largest}
+        # softmax is one fused pass, in place. Its largest share is 1 / Σ e^{total − largest}, so
+        # log Σ e^total is largest − log(largest share).
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
@@ -1597,8 +1631,9 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 
 
 def resolve(given):
-    """Check the options of a call, and fill in those that are left open. Then look up the functions
-    of the chosen weights and objective, and what the tables say of them, and add these."""
+    """Check the options of a call, and fill in those that are left open. Add four entries that are
+    no options. They are `weight_function` and `mean`, from the row of WEIGHTS, and
+    `objective_function` and `by_label`, from the row of OBJECTIVES."""
     options = DEFAULTS | given
     for name, value in given.items():
         if name not in DEFAULTS:
@@ -1668,19 +1703,19 @@ def _check_call(options, views, given):
         _check_ranks(views, group)
     b, k = len(views[0]), 0
     if negatives is None:
-        a = b * len(views)
-        n = a if group is None else a * distributed.get_world_size(group)
+        n_anchors = b * len(views)
+        n = n_anchors if group is None else n_anchors * distributed.get_world_size(group)
         if positive_index is not None:
             raise InvalidArgument("positive_index names rows of negatives, but there are none.")
     else:
-        a = b
+        n_anchors = b
         n = k = _check_negatives(negatives, views, options, labels, group)
     _check_tensor(
         "labels", labels, "", (b + k,), hint=f" for {b} samples and {k} rows of negatives"
     )
     _check_index("positive_index", positive_index, n, b)
-    _check_tensor("negative_mask", mask, "bool", (a, n), (n,))
-    _check_tensor("log_weights", log_weights, "float", (a, n), (n,))
+    _check_tensor("negative_mask", mask, "bool", (n_anchors, n), (n,))
+    _check_tensor("log_weights", log_weights, "float", (n_anchors, n), (n,))
 
 
 def _check_ranks(views, group):
@@ -2012,7 +2047,8 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
     leaders = _unwrapped(leader).state_dict()
     followers = _unwrapped(follower).state_dict(keep_vars=True)
-    # layers can share a tensor, which must move once
+    # Layers can share a tensor, which must move once. keep_vars=True returns the tensors
+    # themselves, so a shared one is one key here.
     for value, name in dict(map(reversed, followers.items())).items():
         # for a missing name take a wrong shape, so that the check below raises
         target = leaders.get(name, value[None])
@@ -2088,7 +2124,8 @@ def embed(
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
     groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    # deepcopy keeps what is in this dict, as process groups of SyncBatchNorm cannot be copied
+    # deepcopy takes this dict as its memo of what is copied already. So it keeps these, as process
+    # groups of SyncBatchNorm cannot be copied.
     shared = {id(x): x for x in groups}
     encoder = copy.deepcopy(encoder, shared).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
@@ -2455,7 +2492,9 @@ class DiffHard(SimCLR):
         self.pretrain = game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
 
-    # What each kind of step does with the gradients of G, from left to right
+    # What each kind of step does with the gradients of G, from left to right. They matter from the
+    # clearing at the end of `step` to ascent.step() in `after_step`. No other backward pass that
+    # reaches G may come between, but that of the loop. Only a turn that ascends needs the clearing.
     #     kind                   `step`       the loop                           `after_step`
     #     without a turn         clears       nothing                            nothing
     #     turn that ascends      clears       fills, by the encoder's loss       ascends; imitates
