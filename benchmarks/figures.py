@@ -65,7 +65,9 @@ def pays():
 def gains():
     """Draw what the front page compares."""
     rows = [(name, gaps) for name, _, gaps in tables.judged()]
-    return intervals(rows, "gain in points, over simclr or what is named (grey if unclear)")
+    return intervals(
+        rows, 'gain over simclr, or over what is named after "against", in points (grey if unclear)'
+    )
 
 
 def sentences():

@@ -151,10 +151,10 @@ Tiny ImageNet, 60 epochs: `hcl`, not debiased | pays | pays-tiny: tilted 0.1 −
 CIFAR-10, 60 epochs: `hcl`, not debiased | pays | pays-cifar10: tilted 0.2 − simclr 0.1
 CIFAR-10, 60 epochs: `hcl`, tuned for 10 epochs | pays | long: hcl − simclr
 Few images: DiffHard, against twice the epochs | generated | games-10: DiffHard − twice
-Text: one found negative for each pair | sentences | sentences: mined − simclr
-Text: four found negatives | sentences | sentences: mined 4 − simclr
-Text: one found, at equal time | sentences | sentences: mined − simclr, twice
-Text: `hcl` and one found, against one found | sentences | sentences: mined, hcl − mined
+Text: one mined negative for each pair | sentences | sentences: mined − simclr
+Text: four mined negatives | sentences | sentences: mined 4 − simclr
+Text: one mined, against longer training | sentences | sentences: mined − simclr, twice
+Text: one mined and `hcl`, against one mined | sentences | sentences: mined, hcl − mined
 """
 COMPARISONS = 80  # on all pages, about; a verdict that stands has p < 0.05 / 80 (Bonferroni)
 
