@@ -17,12 +17,13 @@ Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
     A           anchors: every view of every sample, V·B; with `negatives` the first view alone, B
     a           the anchors of a block; large batches are worked on in blocks
-    M           positives of an anchor: the V − 1 other views, or P named rows; if labels name
-                positives, every candidate has a column here, too, so N are added, and those of
-                another label are masked
-    N           columns: V·B times the number of ranks, or K, the number of rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked; in formulas of one anchor
-                N stands for N_i
+    N           candidates of all anchors, the columns of the matrix of logits: V·B times the number
+                of ranks, or K, the number of rows of `negatives`
+    N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
+                one anchor N stands for N_i
+    M           columns of the matrix of positives: V − 1 for the other views, or P for named rows;
+                if labels name positives, a column follows for each of the N candidates, and it is
+                masked where the label is another
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -256,11 +257,11 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
-                    the K rows estimates the sum over all rows. In a batch the positive of anchor i
-                    was drawn, too, with a probability q_i. So the terms of `nce` should be
-                    e^p / (K q_i) and e^s / (K q_j). `nce` does not change if all its terms are
-                    multiplied by K q_i, which leaves e^p and e^s · q_i / q_j. So pass
-                    log q_i − log q_j (A, N) there.
+                    the K rows estimates the sum over all rows. If the candidates are the batch
+                    itself, pass log q_i − log q_j (A, N) for `nce` instead, where q_i is the
+                    probability of anchor i's positive. It was drawn, too, so all terms should be
+                    divided by their K q. `nce` does not change if all terms are then multiplied by
+                    K q_i, which leaves e^p and e^s · q_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -298,7 +299,8 @@ def contrastive_loss(
                 potential=_uncompiled(_couple, anchors, shared, group, options)
             )
         value = _evaluate(anchors, shared, group, options)
-        # a NaN in a masked row can leave the loss finite, and make the gradient NaN
+        # A NaN in a masked row can leave the loss finite, and make the gradient NaN. These checks
+        # come last, so that no rank stops while others still wait for it.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -383,8 +385,9 @@ class ContrastiveLoss(nn.Module):
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
 #     t           the temperature. Take this, not the option `temperature`. If the temperature is
-#                 learned, blocks know a copy of it alone, which is t. A rule that takes the other
-#                 makes section 7 compute all anchors in one go, in the memory of A·N numbers
+#                 learned, each block works on a copy of it, and t is that copy. A rule that takes
+#                 the option `temperature` goes past the copy. Then section 7 computes all anchors
+#                 in one go, in the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -679,13 +682,13 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     too near a positive      finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    no sense  finite   anything finite       −1e30       below FAR
+#     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives. log E is log_negatives − log_total. Without candidates that is −2e30 − (−1e30),
 # as logits and log weights are both masked, and add up in log_negatives. If a rule drops all, only
-# log weights are masked. Then log_negatives and log_total are both about −1e30, and rounding leaves
-# no sense in their difference. `published` turns any log E into a finite number with a finite
+# log weights are masked. Then log_negatives and log_total are both about −1e30, and their
+# difference is noise of rounding. `published` turns any log E into a finite number with a finite
 # gradient. Therefore what it returns does not tell that an anchor has no negatives. log_total tells
 # it. So if you change this, keep adding log_total after `published`. Without positives `answer`
 # makes the loss 0.
@@ -752,7 +755,8 @@ class _Anchors(NamedTuple):
     `given` in `contrastive_loss`. Unpack it in `_check_call`, and check it there. Unpack it in
     `_line_up`, and fill the field there. If it masks, see `_mask_`, too. New fields go last and
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
-    ranks."""
+    ranks. So it has the same shape on all of them, or is None on all. A variant in VARIANTS of the
+    tests lets TestGather compare it over ranks."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views. No entry may be MASKED. If this
@@ -773,8 +777,9 @@ class _Anchors(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What all anchors share. A shared tensor that may learn belongs here. If one is hidden in a
-    function, the whole batch is computed in one go."""
+    """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
+    function takes it from elsewhere, `_run_blocks` finds a leaf that it does not know, and the
+    whole batch is computed in one go."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -788,12 +793,13 @@ class _Shared(NamedTuple):
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
-# What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more:
+# What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more, and
+# any other one is any other objective than ppcl:
 #     views   negatives   and                      `own`                     positives
 #     2+      no          nothing else             columns of the sample     the other views
 #     2+      no          labels, objective ppcl   columns of the sample     the other views, and
 #                                                                            columns of its label
-#     2+      no          labels, another one      columns of the sample     the other views
+#     2+      no          labels, any other one    columns of the sample     the other views
 #     1       no          labels                   column of the sample      columns of its label
 #     1       yes         labels                   no columns                rows of its label
 #     2+      yes         nothing else             no columns                the other views
@@ -812,7 +818,7 @@ def _line_up(options, views, given):
     z = project(torch.cat(views))  # (A, D)
     t = options["temperature"]
     if torch.is_tensor(t):
-        t = t.to(z).view(())  # the gradient of a t of 16 bits is summed in the dtype of z
+        t = t.to(z).view(())  # so that the gradient of a t of 16 bits is summed in 32
 
     # In a batch all views are anchors, and candidates of each other. If negatives are given, the
     # first view alone has anchors. positive_index says which of the negatives show the anchor's
@@ -859,10 +865,11 @@ def _line_up(options, views, given):
     # A single view has positives by index, or else by label
     by_index = v == 1 and positive_index is not None
     by_label = labels is not None and (options["by_label"] or (v == 1 and not by_index))
-    # If `plain` is True, `answer` takes N − own.shape[1] for N_i, and counts nothing. So whatever
-    # else masks is named here, see the table above `_mask_`.
+    # If `plain` is True, `answer` takes N − own.shape[1] for N_i, and does not look at the matrix.
+    # So whatever else masks is named here, see the table above `_mask_`.
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
+    # `plain` with negatives means two or more views, as `_check_call` refuses a single one here
     if plain and not in_batch and _may_read(z) and (negatives == views[1][0]).all(-1).any():
         _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
@@ -901,9 +908,9 @@ def who(anchors, shared, options):
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
-        # Autograd records the masked_fill above, but not the `_drop_` below. Yet a positive that is
-        # dropped gets no gradient. If others are left, its softmax share is 0. If none is left,
-        # `answer` makes the loss 0, which cuts it.
+        # `_drop_` takes the anchor's own sample out of `of_label`, unseen by autograd. These
+        # entries still get no gradient. Objectives weigh positives by a softmax, where the share of
+        # these is 0. If no positive is left, `answer` makes the loss 0.
         with torch.no_grad():
             _drop_(of_label, anchors.own, shared.batch)
         pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
@@ -912,16 +919,18 @@ def who(anchors, shared, options):
 
 
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, add a row
-# here, and name the option where the row says yes.
-#                       `plain` of `_line_up` excludes it   it can mask i for j, but not j for i,
-#                       (all but `own` alone)               so `symmetric` of `_couple` excludes it
-#     own, in a batch   no                                  no
-#     negative_mask     yes                                 yes
-#     labels            yes                                 no
-#     margins           yes                                 yes
-#     positive_index    yes                                 it needs negatives, and with those
-#                                                           `symmetric` is False anyway
-# log_weights do not mask, and are in neither.
+# here, and name the option in `plain` of `_line_up`, or in `symmetric` of `_couple`, as the row
+# says.
+#                       makes `plain` False   makes `symmetric` False
+#     own, in a batch   no                    no
+#     negative_mask     yes                   yes
+#     labels            yes                   no
+#     margins           yes                   yes
+#     positive_index    yes                   comes with negatives, which do so anyway
+# Everything but `own` makes `plain` False. What can mask i for j, but not j for i, makes
+# `symmetric` False. If you forget the first, N_i is wrong, and TestContrastiveLoss fails. If you
+# forget the second, Sinkhorn does not converge, and TestContrastiveLoss fails, too. log_weights do
+# not mask.
 
 
 @torch.no_grad()
@@ -1033,8 +1042,8 @@ def sinkhorn(
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
     # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With
-    # two groups λ = −1 occurs, too. Its component is +c on one group and −c on the other, so it
-    # cancels in f_i + g_j, and does not matter.
+    # two groups λ = −1 occurs, too. Its component is +c on one group and −c on the other. As f = g,
+    # and i and j are of different groups, it cancels in f_i + g_j.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1081,9 +1090,9 @@ def _zero_if_masked(x):
 
 
 def _stops(error, step, max_steps, tolerance):
-    """Whether Sinkhorn stops here. All ranks couple the same rows, so they stop at the same step.
-    On a GPU the error is read only in every eighth step and in the last one, since the host waits
-    for it."""
+    """Whether Sinkhorn stops here. All ranks couple the same rows in the same blocks. So they have
+    the same error to the last bit, and stop at the same step. On a GPU the error is read only in
+    every eighth step and in the last one, since the host waits for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -1099,19 +1108,19 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # The backward pass of a `gather` communicates, so it has to run on all ranks or on none. If
-    # weights are detached, the kernel below has no graph, so these run on none. If weights are not
-    # detached, g is a field of `_Shared` with a gradient on every rank. So the backward pass of
-    # every rank reaches `gather` through g. pos only serves margins, in `_mask_`, which has no
-    # graph, so its own `gather` never runs backwards.
+    # Each `gather` in the next line has a backward pass that communicates, so it has to run on all
+    # ranks or on none. If weights are detached, none runs, as the kernel has no graph. If they are
+    # not, that of `scaled` runs on all ranks, as g depends on it and is a field of `_Shared`. That
+    # of `pos` never runs, as `_mask_` alone reads pos here, without a graph. TestGather has both
+    # cases, with blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
         neg = who(some, shared, options)[1]
         return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
 
-    # The kernel is symmetric, as a rule that takes the potential keeps a symmetric matrix so, see
-    # section 2. The table above `_mask_` has what can mask one way alone.
+    # A rule that takes the potential must turn symmetric logits into a symmetric result, see
+    # section 2. The table above `_mask_` has what can mask i for j, but not j for i.
     symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
     size = max(1, _pairs_in_a_block(anchors) // shared.n)
     kernel = functools.partial(map, kernel_of, anchors.blocks(size))
@@ -1243,24 +1252,21 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
-# `_run_blocks` runs in four situations.
-#     reduction      pass             grad_losses      grad mode in its loop   used of the result
-#     any            under no_grad    None             off                     losses
-#     mean or sum    forward          ones             on                      losses and gradients
-#     "none"         forward          None             on                      losses
-#     "none"         backward         from autograd    on                      gradients
-# This table holds with a group, too, as `_run_blocks` and `answer` never communicate. With a group
+# `_run_blocks` and `answer` never communicate between ranks. With a group
 #   - these communicate in a call of the loss: the checks of section 8 on a CPU, the calls of
 #     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
 #     use the same options, and reach them in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
-#     not detached. All ranks reach it, too, because `_Summed` and `_Single` have all fields of
-#     `_Anchors` and `_Shared` that require a gradient among their inputs. So a new tensor that is
-#     gathered, and requires a gradient, must be such a field. A block need not use it.
-# If a rank does not reach one of these, the others wait for it.
+#     not detached. All ranks have to reach it, too. In blocks they do, because each field of
+#     `_Anchors` and `_Shared` that requires a gradient is an input of `_Summed` or `_Single`, and
+#     autograd goes on behind an input even if its gradient is None. So a new tensor that is
+#     gathered, and requires a gradient, must be such a field. Without blocks autograd finds
+#     `gather` by itself, so `answer` must use such a field on all ranks or on none.
+# If a rank does not reach one of these, the others wait for it, and TestGather fails after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
-#   - The loss of all is Σ_r L_r, over the number of anchors for a mean. Each rank returns it.
+#   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
+#     have a positive. Each rank returns it.
 #   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
 #     gradients over ranks in its backward pass.
 #   - DDP, or `_average` in section 12, then takes the mean over ranks, which divides by R. To undo
@@ -1285,7 +1291,8 @@ def _evaluate(anchors, shared, group, options):
         _warn_of(lacking, n_anchors, options)
     if options["reduction"] == "none":
         return value
-    value, count = value.sum(), n_anchors - lacking[0]  # of anchors with a positive
+    # of anchors with a positive; that of blocks is a sum already, which this leaves as it is
+    value, count = value.sum(), n_anchors - lacking[0]
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1347,9 +1354,14 @@ def _in_blocks(anchors, shared, options, size):
 
 
 def _run_blocks(anchors, shared, options, size, grad_losses):
-    """Compute losses (A,), what they lack, and the gradients of grad_losses · losses, by blocks.
+    """Compute losses (A,), what anchors lack, and the gradients of grad_losses · losses, by blocks.
     If a function of the user's learns something, its gradient would be missing here. Then the
-    result is None."""
+    result is None. There are four situations:
+        reduction      pass                grad_losses      grad mode in the loop   used of it
+        any            forward, no_grad    None             off                     losses
+        mean or sum    forward             ones             on                      all
+        "none"         forward             None             on                      losses
+        "none"         backward            from autograd    on                      gradients"""
     # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
     losses, lacking = torch.empty_like(anchors.scaled[:, 0]), [0, 0, 0]
     of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
@@ -1416,7 +1428,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # A gradient is None if no block used the input. Keep such an input in the list. Then
+        # A gradient is None if no block used the input. Such an input must stay in `inputs`. Then
         # autograd runs the backward pass of the `gather` behind it, with zeros, so no rank waits.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
@@ -1450,7 +1462,8 @@ def _only_once():
 
 
 def _uncompiled(function, *arguments):
-    """Call a function without compiling it. In compiled code this is a graph break, on purpose."""
+    """Call a function without compiling it. In compiled code this is a graph break, on purpose, as
+    blocks call backward() and look at the graph, and Sinkhorn reads a value to stop."""
     if torch.compiler.is_compiling():
         function = torch.compiler.disable(function)  # as a decorator it would slow down the import
     return function(*arguments)
@@ -1557,7 +1570,8 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # shares are returned, so that second derivatives see that they depend on x
+        # Shares are an output, and not only saved. So autograd knows that they depend on x, which
+        # second derivatives need.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -1799,7 +1813,8 @@ def _check_finite(name, x):
     """Check a tensor, if it is given and can be read."""
     if x is None or not _may_read(x):
         return
-    # the sum of finite numbers is finite, unless it overflows, and takes a fraction of the time
+    # A finite sum proves that all entries are finite, and takes a fraction of the time. Another sum
+    # may only have overflowed, so then each entry is looked at.
     if math.isfinite(x.detach().sum().item()) or x.isfinite().all():
         return
     raise NotFinite(f"{name} has NaN or inf.")
@@ -2124,8 +2139,8 @@ def embed(
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
     groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    # deepcopy takes this dict as its memo of what is copied already. So it keeps these, as process
-    # groups of SyncBatchNorm cannot be copied.
+    # What is in this dict, deepcopy takes for copied already. It has the process groups of
+    # SyncBatchNorm, which cannot be copied.
     shared = {id(x): x for x in groups}
     encoder = copy.deepcopy(encoder, shared).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
@@ -2164,8 +2179,8 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
-# of BatchNorm, so the order of passes is a part of the run. TestGame compares a step with a plain
-# one.
+# of BatchNorm, so the order of passes is a part of the run. TestGame compares a whole step, with
+# the ascent, the follower and the turn of G and D, with Algorithm 1 of [3] in a few lines.
 
 
 class _Residual(nn.Module):
@@ -2384,8 +2399,8 @@ class Game(nn.Module):
 # What the loop does:
 #   - For each batch it calls `step`, moves the encoder down the loss, and then calls `after_step`.
 #   - It trains the encoder and the parameters of the method's criterion, and nothing else.
-#   - As **options it passes those of the loss that `schedules` change, and return_stats, which asks
-#     for figures.
+#   - Its **options are return_stats, which asks for figures, and the options of the loss that
+#     `schedules` set for this step.
 #   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
@@ -2492,9 +2507,10 @@ class DiffHard(SimCLR):
         self.pretrain = game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
 
-    # What each kind of step does with the gradients of G, from left to right. They matter from the
-    # clearing at the end of `step` to ascent.step() in `after_step`. No other backward pass that
-    # reaches G may come between, but that of the loop. Only a turn that ascends needs the clearing.
+    # What each kind of step does with the gradients of G, from left to right. Between the clearing
+    # at the end of `step` and ascent.step() in `after_step`, only the backward pass of the loop may
+    # reach G. Steps without a turn clear as well, though only a turn that ascends needs it.
+    # TestGame has all kinds, and begins with gradients that are not 0.
     #     kind                   `step`       the loop                           `after_step`
     #     without a turn         clears       nothing                            nothing
     #     turn that ascends      clears       fills, by the encoder's loss       ascends; imitates
@@ -2731,7 +2747,8 @@ class Training:
                         f"Training stopped at step {step} of {self.steps}. {error} "
                         "A lower lr may help."
                     ) from error
-                # after `_step`, which reads them, and before the yield, where the caller may save
+                # Move on only here. `_step` reads the old numbers, and after the yield the caller
+                # may save.
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 

@@ -582,6 +582,7 @@ VARIANTS = [{}, {"block_size": 4}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2,
 VARIANTS += [{"detach_weights": False, "block_size": 5}, {"absolute_margin": -0.3}]
 VARIANTS += [{"tau_plus": 0.05, "temperature": 0.7}, {"negatives": embeddings(1, 7, 4)}]
 VARIANTS += [{"negatives": embeddings(3, 6, 2, 4)}, {"negative_mask": embeddings(2, 6, 6) > -0.5}]
+VARIANTS += [{"detach_weights": False}]
 
 
 def refuse(group, rank):
