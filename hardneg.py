@@ -22,8 +22,8 @@ Symbols
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
     M           columns of the matrix of positives: V − 1 for the other views, or P for named rows;
-                if labels name positives, a column follows for each of the N candidates, and it is
-                masked where the label is another
+                if labels name positives, N more columns follow, one for each candidate, and an
+                entry is masked unless the candidate has the anchor's label
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -90,6 +90,9 @@ INF = math.inf
 # ---- 1. The loss -------------------------------------------------------------------------------
 
 # loss: weights, objective, τ⁺. A None in this table stands for 1 / (N_i + 1).
+# To add a loss, add its row here and in PRESETS of reference_numpy.py. TestContrastiveLoss and most
+# other tests go through all rows. TestStatistics has return_stats, and TestContrastiveLossModule
+# the module.
 PRESETS = {
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
@@ -259,9 +262,10 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
                     itself, pass log q_i − log q_j (A, N) for `nce` instead, where q_i is the
-                    probability of anchor i's positive. It was drawn, too, so all terms should be
-                    divided by their K q. `nce` does not change if all terms are then multiplied by
-                    K q_i, which leaves e^p and e^s · q_i / q_j.
+                    probability of anchor i's positive. The positive was drawn, too. So e^p should
+                    be divided by K q_i, and each e^s by K q_j. `nce` is the log of a fraction of
+                    these. Multiplying all of them by K q_i does not change it, and leaves e^p and
+                    e^s · q_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -271,8 +275,9 @@ def contrastive_loss(
                     all ranks, see `gather`. All ranks have to call with the same shapes.
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks. With
-                    reduction="none" take the mean of the losses on each rank. If you sum them
-                    instead, multiply the sum by the number of ranks.
+                    reduction="none" each rank calls backward on the mean of its own losses. If it
+                    takes their sum instead, multiply that by the number of ranks, as averaging the
+                    gradients divides by it.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
                     "clamped" is the share of anchors whose debiased mean of e^s comes out below
                     e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
@@ -300,7 +305,7 @@ def contrastive_loss(
             )
         value = _evaluate(anchors, shared, group, options)
         # A NaN in a masked row can leave the loss finite, and make the gradient NaN. These checks
-        # come last, so that no rank stops while others still wait for it.
+        # come last, so that no rank stops while others wait for it in this call.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -402,9 +407,9 @@ class ContrastiveLoss(nn.Module):
 #     result. `_couple` relies on this. For such a rule detach_weights is True by default, and
 #     negatives (B, K, D) are an error.
 # To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own. A test compares it with reference_numpy.py. Write there
-# the formula for candidates in RULES, and that for positives in `weigh_alike`. Give it options in
-# WEIGHT_OPTIONS of the tests. TestRows checks most of these points.
+# in Options if it has an option of its own. In reference_numpy.py add its formula for candidates to
+# RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
+# WEIGHT_OPTIONS. TestContrastiveLoss compares the two, and TestRows checks most of these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
@@ -621,7 +626,7 @@ def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
     positive and weights of mean 1,
         decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
-    This does not hold where debiasing falls back to its lower bound, see `published`.
+    This does not hold where debiasing takes its floor, see `published`.
     Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
@@ -685,13 +690,12 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
-# without negatives. log E is log_negatives − log_total. Without candidates that is −2e30 − (−1e30),
-# as logits and log weights are both masked, and add up in log_negatives. If a rule drops all, only
-# log weights are masked. Then log_negatives and log_total are both about −1e30, and their
-# difference is noise of rounding. `published` turns any log E into a finite number with a finite
-# gradient. Therefore what it returns does not tell that an anchor has no negatives. log_total tells
-# it. So if you change this, keep adding log_total after `published`. Without positives `answer`
-# makes the loss 0.
+# without negatives. log E is log_negatives − log_total. Without candidates log_negatives is −2e30,
+# the sum of a masked logit and a masked log weight, and log_total is −1e30. If a rule drops all
+# candidates, both are about −1e30, and their difference is noise of rounding. `published` turns any
+# log E into a finite number with a finite gradient. So what it returns does not tell that an anchor
+# has no negatives, and log_total tells it. If you change `debias`, keep adding log_total after
+# `published`. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -793,19 +797,19 @@ class _Shared(NamedTuple):
     plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
 
 
-# What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more, and
-# any other one is any other objective than ppcl:
+# What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more.
 #     views   negatives   and                      `own`                     positives
 #     2+      no          nothing else             columns of the sample     the other views
-#     2+      no          labels, objective ppcl   columns of the sample     the other views, and
+#     2+      no          labels and ppcl          columns of the sample     the other views, and
 #                                                                            columns of its label
-#     2+      no          labels, any other one    columns of the sample     the other views
+#     2+      no          labels, not ppcl         columns of the sample     the other views
 #     1       no          labels                   column of the sample      columns of its label
 #     1       yes         labels                   no columns                rows of its label
-#     2+      yes         nothing else             no columns                the other views
+#     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
-# With negatives, labels and the objective ppcl, positives are also the rows of the sample's label.
+# ppcl is an objective. With it, negatives and labels, positives are also the rows of the sample's
+# label.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -869,7 +873,7 @@ def _line_up(options, views, given):
     # So whatever else masks is named here, see the table above `_mask_`.
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
-    # `plain` with negatives means two or more views, as `_check_call` refuses a single one here
+    # A single view needs labels or positive_index, and both make `plain` False. So views[1] exists.
     if plain and not in_batch and _may_read(z) and (negatives == views[1][0]).all(-1).any():
         _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
@@ -908,8 +912,8 @@ def who(anchors, shared, options):
         pos = pos.masked_fill(anchors.own < 0, MASKED)
     if shared.positives_by_label:
         of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
-        # `_drop_` takes the anchor's own sample out of `of_label`, unseen by autograd. These
-        # entries still get no gradient. Objectives weigh positives by a softmax, where the share of
+        # `_drop_` takes the anchor's own sample out of `of_label`, unseen by autograd. Even so
+        # these entries get no gradient. Objectives weigh positives by a softmax, where the share of
         # these is 0. If no positive is left, `answer` makes the loss 0.
         with torch.no_grad():
             _drop_(of_label, anchors.own, shared.batch)
@@ -918,19 +922,18 @@ def who(anchors, shared, options):
     return pos, neg
 
 
-# What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, add a row
-# here, and name the option in `plain` of `_line_up`, or in `symmetric` of `_couple`, as the row
-# says.
+# What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
+# row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
+# i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
+# `_who_is_who` of reference_numpy.py. With that the tests fail if N_i is wrong, or if Sinkhorn does
+# not converge, which is what happens if you forget one of the two.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
 #     labels            yes                   no
 #     margins           yes                   yes
 #     positive_index    yes                   comes with negatives, which do so anyway
-# Everything but `own` makes `plain` False. What can mask i for j, but not j for i, makes
-# `symmetric` False. If you forget the first, N_i is wrong, and TestContrastiveLoss fails. If you
-# forget the second, Sinkhorn does not converge, and TestContrastiveLoss fails, too. log_weights do
-# not mask.
+# log_weights do not mask.
 
 
 @torch.no_grad()
@@ -1042,8 +1045,9 @@ def sinkhorn(
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
     # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With
-    # two groups λ = −1 occurs, too. Its component is +c on one group and −c on the other. As f = g,
-    # and i and j are of different groups, it cancels in f_i + g_j.
+    # two groups λ = −1 occurs, and the component of e along its eigenvector never shrinks. This
+    # does no harm. It is +c on one group and −c on the other, so it cancels in f_i + g_j, where i
+    # and j are of different groups.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1108,11 +1112,15 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # Each `gather` in the next line has a backward pass that communicates, so it has to run on all
-    # ranks or on none. If weights are detached, none runs, as the kernel has no graph. If they are
-    # not, that of `scaled` runs on all ranks, as g depends on it and is a field of `_Shared`. That
-    # of `pos` never runs, as `_mask_` alone reads pos here, without a graph. TestGather has both
-    # cases, with blocks and without.
+    # The backward pass of a `gather` communicates. So for each field below it must run on all
+    # ranks, or on no rank.
+    #     weights are detached        it runs for no field, as the kernel has no graph
+    #     weights are not detached    for `scaled` it runs on all ranks, as g is computed from it,
+    #                                 and every rank goes back through g, see section 7
+    #                                 for `pos` it never runs, as `_mask_` alone reads pos here,
+    #                                 under no_grad
+    # The other fields have no gradient. A new one with a gradient must enter g on all ranks, or on
+    # none. TestGather has both cases, with blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1221,7 +1229,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     """Draw k distinct negatives for each anchor, one after the other. Among those that are left,
     candidate j is drawn with a probability proportional to w_ij.
     log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
-    To prefer hard negatives, set the logits of an anchor's own rows to −1e30, and pass
+    To prefer hard negatives, set the logits of the anchor's own sample to −1e30, and pass
     log_w = tilted(logits, β). Use uniform weights in the loss, since hard ones are drawn more
     often already. A row with fewer than k negatives is an error, but a GPU does not look for it."""
     _check_tensor("log_w", log_w, "float", ("A", "N"))
@@ -1257,11 +1265,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
 #     use the same options, and reach them in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
-#     not detached. All ranks have to reach it, too. In blocks they do, because each field of
-#     `_Anchors` and `_Shared` that requires a gradient is an input of `_Summed` or `_Single`, and
-#     autograd goes on behind an input even if its gradient is None. So a new tensor that is
-#     gathered, and requires a gradient, must be such a field. Without blocks autograd finds
-#     `gather` by itself, so `answer` must use such a field on all ranks or on none.
+#     not detached. All ranks have to reach it, too. So a new tensor that is gathered, and requires
+#     a gradient, must be a field of `_Anchors` or `_Shared`. With blocks all such fields are inputs
+#     of `_Summed` or `_Single`. Autograd runs the backward pass of what is behind each input, with
+#     zeros if no block used it, so every rank reaches `gather`. Without blocks autograd visits only
+#     what the loss used. So `answer` must use such a field on all ranks, or on none.
 # If a rank does not reach one of these, the others wait for it, and TestGather fails after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
@@ -1273,8 +1281,10 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
-# A new reduction, or a new term of the loss, has to keep to this. TestGather compares gradients of
-# several ranks with one process.
+# A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
+# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Another
+# one has to go the way of "none", here and in `_in_blocks`, as blocks are summed in all other
+# cases.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1291,7 +1301,8 @@ def _evaluate(anchors, shared, group, options):
         _warn_of(lacking, n_anchors, options)
     if options["reduction"] == "none":
         return value
-    # of anchors with a positive; that of blocks is a sum already, which this leaves as it is
+    # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
+    # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
     if group is not None:
         value, count = _over_ranks(value, count, group)
@@ -1524,6 +1535,11 @@ def _share(n, group):
 # Compiled code runs these checks, too, and on a GPU the host must not wait. So read no value
 # without `_may_read`. Sinkhorn alone is an exception, see `_stops`. TestLargeBatches compiles
 # losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors.
+# With ranks, a check that fails on one rank alone leaves the others waiting in their next `gather`,
+# until the launcher ends them. For shapes of arguments we accept that. What is likely to differ,
+# such as the number of views or NaN in them, `_check_ranks` compares. A check that communicates
+# must run on all ranks. So it may depend on the device and on which arguments are given, but not on
+# values.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -2062,8 +2078,8 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
     leaders = _unwrapped(leader).state_dict()
     followers = _unwrapped(follower).state_dict(keep_vars=True)
-    # Layers can share a tensor, which must move once. keep_vars=True returns the tensors
-    # themselves, so a shared one is one key here.
+    # Layers can share a tensor, which must move once. The dict below maps each tensor to one of its
+    # names. keep_vars=True gives the tensors themselves, so a shared one is in it once.
     for value, name in dict(map(reversed, followers.items())).items():
         # for a missing name take a wrong shape, so that the check below raises
         target = leaders.get(name, value[None])
@@ -2139,7 +2155,7 @@ def embed(
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
     groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    # What is in this dict, deepcopy takes for copied already. It has the process groups of
+    # deepcopy takes everything in this dict for copied already. It has the process groups of
     # SyncBatchNorm, which cannot be copied.
     shared = {id(x): x for x in groups}
     encoder = copy.deepcopy(encoder, shared).eval()
@@ -2179,8 +2195,9 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
-# of BatchNorm, so the order of passes is a part of the run. TestGame compares a whole step, with
-# the ascent, the follower and the turn of G and D, with Algorithm 1 of [3] in a few lines.
+# of BatchNorm, so the order of passes is a part of the run. TestGame writes Algorithm 1 of
+# [3] in a few lines, and compares a whole step with it, that is the ascent, the follower, and the
+# turn of G and D.
 
 
 class _Residual(nn.Module):
@@ -2399,8 +2416,8 @@ class Game(nn.Module):
 # What the loop does:
 #   - For each batch it calls `step`, moves the encoder down the loss, and then calls `after_step`.
 #   - It trains the encoder and the parameters of the method's criterion, and nothing else.
-#   - Its **options are return_stats, which asks for figures, and the options of the loss that
-#     `schedules` set for this step.
+#   - It gives `step` two kinds of **options. return_stats asks for figures, and the others are
+#     options of the loss that `schedules` set for this step.
 #   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
