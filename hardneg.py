@@ -406,9 +406,9 @@ class ContrastiveLoss(nn.Module):
 #   - If a rule takes the potential, then a symmetric matrix of logits and g = 0 give a symmetric
 #     result. `_couple` relies on this. For such a rule detach_weights is True by default, and
 #     negatives (B, K, D) are an error.
-# To add a rule, write its function with positional parameters and its row in WEIGHTS, and an entry
-# in Options if it has an option of its own. In reference_numpy.py add its formula for candidates to
-# RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
+# To add a rule, write its function with positional parameters, and its row in WEIGHTS. If it has an
+# option of its own, write an entry in Options. In reference_numpy.py add its formula for candidates
+# to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
 # WEIGHT_OPTIONS. TestContrastiveLoss compares the two, and TestRows checks most of these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
@@ -469,12 +469,11 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     return uniform(logits).masked_fill(logits < threshold, MASKED)
 
 
-# To add a cost, add its row here.
-# A row has the name of a cost, and a function that computes it from the cosine of two unit rows.
-# d² is ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C
-# `transported` gives masked pairs a cosine of −2. So a cost and its gradient must be finite for
-# cosines from −2 to 1 + 1e-6.
-# Divided by the smallest ε it must stay below 1e20, since more would count as masked.
+# To add a cost, add its row here. A row has the name of a cost, and a function. The function
+# computes the cost from the cosine of two unit rows. d² is ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5,
+# VII-C `transported` gives masked pairs a cosine of −2. So a cost and its gradient must be finite
+# for cosines from −2 to 1 + 1e-6. Divided by the smallest ε it must stay below 1e20, since more
+# would count as masked.
 COSTS = {
     "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
     "exp": lambda cosines: torch.exp(2 - 2 * cosines),  # e^{d²}
@@ -727,9 +726,9 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # All positives can be below the threshold that `top` takes from candidates. Then each has
-        # a log weight of −1e30, and they share equally. uniform(pos) lowers that of an absent
-        # positive to −2e30, so that its share is 0.
+        # All positives can be below the threshold that `top` takes from candidates. Then each has a
+        # log weight of −1e30, and they share equally. uniform(pos) lowers that of an absent
+        # positive to −2e30. So its share is 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     tau_plus = options["tau_plus"]
@@ -926,7 +925,7 @@ def who(anchors, shared, options):
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
 # i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
 # `_who_is_who` of reference_numpy.py. With that the tests fail if N_i is wrong, or if Sinkhorn does
-# not converge, which is what happens if you forget one of the two.
+# not converge. That happens if you forget one of the two.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
@@ -1004,8 +1003,8 @@ def _statistics(anchors, shared, options):
 # be the hard negative of all anchors, as it could if each anchor chose alone. Near pairs get more
 # weight, since their cost C is low. The coupling is e^{f_i − C_ij/ε + g_j} for some f and g, which
 # are called potentials. Finding them is the work of this section.
-# Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn, until every row sums to
-# the same number, and every column sums to the same number. On a small matrix it would be
+# Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn. It ends when all rows
+# have the same sum, and all columns have the same sum. On a small matrix it would be
 #     for _ in range(steps):
 #         f = -torch.logsumexp(log_kernel + g, 1)                   # now rows sum to 1
 #         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
@@ -1251,12 +1250,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # The logits of a large batch do not fit into memory, so they are computed for a block of anchors at
 # a time. While the matrix of a block is there, its gradient is computed as well, and added to the
 # gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
-# of the loss, it gets what was kept. If every anchor has a loss of its own ("none"), it is not
-# known yet how the caller will weigh these losses, so the backward pass computes the blocks again.
-# So `answer` may run twice for a block. Therefore `answer`, and all that it calls, must neither
-# keep state nor communicate between ranks nor draw random numbers. If you change this section,
-# TestLargeBatches compares blocks with the whole batch, measures their memory, and compiles them.
-# TestGather compares ranks with one process.
+# of the loss, it gets what was kept. With "none" every anchor has a loss of its own. How the caller
+# will weigh these is not known yet. So the backward pass computes the blocks again. So `answer` may
+# run twice for a block. Therefore `answer`, and all that it calls, must neither keep state nor
+# communicate between ranks nor draw random numbers. If you change this section, TestLargeBatches
+# compares blocks with the whole batch, measures their memory, and compiles them. TestGather
+# compares ranks with one process.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1277,7 +1276,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     have a positive. Each rank returns it.
 #   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
 #     gradients over ranks in its backward pass.
-#   - DDP, or `_average` in section 12, then takes the mean over ranks, which divides by R. To undo
+#   - DDP, or `_average` in section 12, then takes the mean over ranks. This divides by R. To undo
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
@@ -2195,9 +2194,9 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
-# of BatchNorm, so the order of passes is a part of the run. TestGame writes Algorithm 1 of
-# [3] in a few lines, and compares a whole step with it, that is the ascent, the follower, and the
-# turn of G and D.
+# of BatchNorm, so the order of passes is a part of the run. TestGame writes Algorithm 1 of [3] in a
+# few lines. It compares a whole step with it. That is the ascent, the follower, and the turn of G
+# and D.
 
 
 class _Residual(nn.Module):
