@@ -23,7 +23,8 @@ Symbols
                 one anchor N stands for N_i
     M           columns of the matrix of positives: V − 1 for the other views, or P for named rows;
                 if labels name positives, N more columns follow, one for each candidate, and an
-                entry is masked unless the candidate has the anchor's label
+                entry is masked unless the candidate has the anchor's label; in formulas of one
+                anchor M counts the entries that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -263,9 +264,10 @@ def contrastive_loss(
                     the K rows estimates the sum over all rows. If the candidates are the batch
                     itself, pass log q_i − log q_j (A, N) for `nce` instead, where q_i is the
                     probability of anchor i's positive. The positive was drawn, too. So e^p should
-                    be divided by K q_i, and each e^s by K q_j. `nce` is the log of a fraction of
-                    these. Multiplying all of them by K q_i does not change it, and leaves e^p and
-                    e^s · q_i / q_j.
+                    be divided by q_i, and each e^s by q_j. `nce` is the log of a fraction, and does
+                    not change if its numerator and its denominator are multiplied by q_i. Then e^p
+                    has the factor 1, and e^s has the factor q_i / q_j. The log of that factor is
+                    what you pass.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -325,7 +327,8 @@ class _Answers(NamedTuple):
 
 def answer(anchors, shared, options):
     """Answer the three questions for some anchors. The answers for an anchor use its row alone.
-    Section 7 calls this for a whole batch or block after block, and may call it twice."""
+    Section 7 calls this for a whole batch or block after block, and may call it twice.
+    `_statistics` calls it, too."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
     if shared.plain:
@@ -396,7 +399,8 @@ class ContrastiveLoss(nn.Module):
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
-#   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked.
+#   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked. The
+#     rule may have a gradient there, as objectives send none to a masked log weight.
 #   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
 #     row of an anchor without candidates is masked.
 #   - Do not assume that `logits` are among `candidates`. Those of positives can all be lower or
@@ -414,11 +418,11 @@ class ContrastiveLoss(nn.Module):
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
 # stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
-# of your own, you see to that.
-# Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
-# masked logit is still the product of two embeddings. So a function that has a gradient at a masked
-# logit would move these embeddings. Each function either has none there, or works on a copy that is
-# filled by masked_fill, which cuts it.
+# of your own, you see to that. Section 4 writes MASKED into the matrix of logits in place, behind
+# autograd's back. To autograd a masked logit is still the product of two embeddings. So if a
+# gradient arrives at a masked logit, it moves these embeddings. Softmax and its relatives send none
+# there. Any other function works on a
+# copy that is made by masked_fill, which cuts the gradient.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -455,7 +459,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
-    # whole numbers, as 0.07 · 100 in floats exceeds 7, and its ceiling would be 8
+    # Whole numbers, as 0.07 · 100 in floats exceeds 7, and its ceiling would be 8. Rounded down, so
+    # that α = 2/3 of 3 candidates keeps 2.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -470,10 +475,10 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
 
 
 # To add a cost, add its row here. A row has the name of a cost, and a function. The function
-# computes the cost from the cosine of two unit rows. d² is ‖x − y‖² = 2 − 2 cos. Ref: [2] Eq. 5,
-# VII-C `transported` gives masked pairs a cosine of −2. So a cost and its gradient must be finite
-# for cosines from −2 to 1 + 1e-6. Divided by the smallest ε it must stay below 1e20, since more
-# would count as masked.
+# computes the cost from the cosine of two unit rows. d² is ‖x − y‖² = 2 − 2 cos.
+# Masked pairs come to it with a cosine of −2. So a cost and its gradient must be finite for cosines
+# from −2 to 1 + 1e-6. Divided by the smallest ε it must stay below 1e20, since more would count as
+# masked. Ref: [2] Eq. 5, VII-C
 COSTS = {
     "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
     "exp": lambda cosines: torch.exp(2 - 2 * cosines),  # e^{d²}
@@ -726,9 +731,9 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
-        # All positives can be below the threshold that `top` takes from candidates. Then each has a
-        # log weight of −1e30, and they share equally. uniform(pos) lowers that of an absent
-        # positive to −2e30. So its share is 0.
+        # All positives can be below the threshold that `top` takes from candidates. Then each has
+        # a log weight of −1e30, and all get the same share. Adding uniform(pos) lowers the log
+        # weight of an absent positive to −2e30, so its share is 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     tau_plus = options["tau_plus"]
@@ -806,9 +811,9 @@ class _Shared(NamedTuple):
 #     1       yes         labels                   no columns                rows of its label
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
-#     1       yes         positive_index           rows that it names        these rows
-# ppcl is an objective. With it, negatives and labels, positives are also the rows of the sample's
-# label.
+#     1       yes         positive_index           rows that it names        these rows ppcl is an
+#     objective. If a call has `negatives`, labels and ppcl, the rows of the sample's label are
+# positives, too.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -924,8 +929,8 @@ def who(anchors, shared, options):
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
 # i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
-# `_who_is_who` of reference_numpy.py. With that the tests fail if N_i is wrong, or if Sinkhorn does
-# not converge. That happens if you forget one of the two.
+# `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is wrong. If you forget
+# `symmetric`, Sinkhorn does not converge. With the new entry in DRAWN the tests fail in both cases.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
@@ -1111,15 +1116,16 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # The backward pass of a `gather` communicates. So for each field below it must run on all
-    # ranks, or on no rank.
-    #     weights are detached        it runs for no field, as the kernel has no graph
-    #     weights are not detached    for `scaled` it runs on all ranks, as g is computed from it,
-    #                                 and every rank goes back through g, see section 7
-    #                                 for `pos` it never runs, as `_mask_` alone reads pos here,
-    #                                 under no_grad
-    # The other fields have no gradient. A new one with a gradient must enter g on all ranks, or on
-    # none. TestGather has both cases, with blocks and without.
+    # The next line calls `gather` for each field. The head of section 7 has the rule for its
+    # backward pass, all ranks or none.
+    #   - If weights are detached, no rank runs the backward pass of any field, as the kernel below
+    #     has no graph.
+    #   - If weights are not detached, all ranks run that of `scaled`. g is computed from it, and
+    #     the losses of all ranks use g, as a rule that takes the potential adds it.
+    #   - No rank runs that of `pos`, as `_mask_` alone reads pos here, under no_grad.
+    #   - The other fields have no gradient. A new one that has a gradient must enter g on all
+    #     ranks, or on none.
+    # TestGather has detached weights and others, with blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1264,11 +1270,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
 #     use the same options, and reach them in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
-#     not detached. All ranks have to reach it, too. So a new tensor that is gathered, and requires
-#     a gradient, must be a field of `_Anchors` or `_Shared`. With blocks all such fields are inputs
-#     of `_Summed` or `_Single`. Autograd runs the backward pass of what is behind each input, with
-#     zeros if no block used it, so every rank reaches `gather`. Without blocks autograd visits only
-#     what the loss used. So `answer` must use such a field on all ranks, or on none.
+#     not detached. The rule for each call of `gather` is that all ranks run its backward pass, or
+#     none does. So a new tensor that is gathered, and requires a gradient, must be a field of
+#     `_Anchors` or `_Shared`. With blocks all such fields are inputs of `_Summed` or `_Single`.
+#     Autograd runs the backward pass of what is behind each input, with zeros if no block used it.
+#     Without blocks autograd visits only what the loss used. So there `answer` must use such a
+#     field on all ranks, or on none.
 # If a rank does not reach one of these, the others wait for it, and TestGather fails after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
@@ -1276,14 +1283,14 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     have a positive. Each rank returns it.
 #   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
 #     gradients over ranks in its backward pass.
-#   - DDP, or `_average` in section 12, then takes the mean over ranks. This divides by R. To undo
+#   - DDP, or `_average` in section 10, then takes the mean over ranks. This divides by R. To undo
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
-# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Another
-# one has to go the way of "none", here and in `_in_blocks`, as blocks are summed in all other
-# cases.
+# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Any
+# other reduction is treated like "none". In `_in_blocks` it sets `summed` to False, and in
+# `_evaluate` it returns where "none" returns, as a value of the losses of this rank alone.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1490,9 +1497,9 @@ def _over_ranks(value, count, group):
 
 class _Gather(torch.autograd.Function):
     """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
-    As the backward pass communicates, all ranks must make the same calls in the same order. In each
-    call the tensors of all ranks have the same shape and the same requires_grad. The loss of every
-    rank must depend on the result, if only with a gradient of 0."""
+    As both passes communicate, all ranks must make the same calls in the same order. In each call
+    the tensors of all ranks have the same shape and the same requires_grad. All ranks run the
+    backward pass, or none does, see the head of this section."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1535,10 +1542,10 @@ def _share(n, group):
 # without `_may_read`. Sinkhorn alone is an exception, see `_stops`. TestLargeBatches compiles
 # losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors.
 # With ranks, a check that fails on one rank alone leaves the others waiting in their next `gather`,
-# until the launcher ends them. For shapes of arguments we accept that. What is likely to differ,
-# such as the number of views or NaN in them, `_check_ranks` compares. A check that communicates
-# must run on all ranks. So it may depend on the device and on which arguments are given, but not on
-# values.
+# until the launcher ends them. For most arguments we accept that. `_check_ranks` compares what is
+# likely to differ, which are the number and the shape of the views, and NaN in them. A check that
+# communicates must run on all ranks. So it may depend on the device and on which arguments are
+# given, but not on values.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -2194,9 +2201,9 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
-# of BatchNorm, so the order of passes is a part of the run. TestGame writes Algorithm 1 of [3] in a
-# few lines. It compares a whole step with it. That is the ascent, the follower, and the turn of G
-# and D.
+# of BatchNorm. So if you reorder, add or drop a pass, a seed gives another run. TestGame writes
+# Algorithm 1 of [3] in a few lines. It compares a whole step with it. That is the ascent, the
+# follower, and the turn of G and D.
 
 
 class _Residual(nn.Module):
@@ -2717,6 +2724,7 @@ class Training:
         if group is not None:
             self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
             if self.device.type != "cpu":
+                # in place, with the same parameters, so that optimizers stay valid
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder, group)
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.method, group)
         self.images, self.schedules = images, schedules or {}

@@ -270,7 +270,7 @@ def build(options: Options, images: Images) -> tuple:
     if options.lead_in and options.weights == "top":
         schedules["alpha"] = functools.partial(hardneg.lead_in, alpha=options.alpha)
     method = make_method(options, criterion, encoder, images)
-    settings = options.of("training") | {"group": ranks.group()}
+    settings = options.of("training") | {"group": torch.distributed.group.WORLD}
     if options.labels and options.has_effect("labels"):
         baselines.give_labels(method, images.train_labels)
     return encoder, hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)

@@ -150,7 +150,7 @@ CIFAR-10, 10 epochs: `hcl` | short-runs | cifar10: hcl − simclr
 Tiny ImageNet, 60 epochs: `hcl`, not debiased | pays | pays-tiny: tilted 0.1 − simclr 0.1
 CIFAR-10, 60 epochs: `hcl`, not debiased | pays | pays-cifar10: tilted 0.2 − simclr 0.1
 CIFAR-10, 60 epochs: `hcl`, tuned for 10 epochs | pays | long: hcl − simclr
-Few images: DiffHard, against twice the epochs | generated | games-10: DiffHard − twice
+Few images: DiffHard, against longer `simclr` | generated | games-10: DiffHard − twice
 Text: one mined negative for each pair | sentences | sentences: mined − simclr
 Text: four mined negatives | sentences | sentences: mined 4 − simclr
 Text: one mined, against longer training | sentences | sentences: mined − simclr, twice

@@ -57,10 +57,9 @@ def kept(folder: Path, files: list[Path], size: int, decoded: Iterator) -> tuple
         path = folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.images"
         if not path.exists():
             write(path, n, decoded)
-        with open(path, "rb") as file:
-            file.seek(n)
-            facts = json.loads(file.read())
-        return torch.from_file(str(path), size=n, dtype=torch.uint8).view(-1, 3, size, size), facts
+        content = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
+        pixels, facts = content.tensor_split([n])
+        return pixels.view(-1, 3, size, size), json.loads(facts.numpy().tobytes())
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         message = f"{folder} cannot keep decoded images ({error}), so they are decoded into memory."
         warnings.warn(f"{message} Choose another --cache, or remove what it keeps.", stacklevel=1)

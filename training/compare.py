@@ -24,8 +24,7 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     if not ranks.is_first():
         return found
     if images.classes:
-        best_first = sorted(found.items(), key=linear_of_row, reverse=True)
-        found = dict(best_first)
+        found = dict(sorted(found.items(), key=linear_of_row, reverse=True))
     runs.write_json(out / "compare.json", found)
     print(f"\n{table_of(found)}\n")
     if len(found) > 1:
@@ -41,19 +40,17 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     alike = {"epochs": max(row.epochs for row in rows)}
     alike["batch_size"] = min(row.batch_size for row in rows)
     alike["lr"] = min(row.lr for row in rows)
-    plan = {row.loss: [] for row in rows}
+    plan = {}
     for row in rows:
-        for seed in range(row.seed, row.seed + seeds):
-            folder = out / f"{row.loss}-{seed}"
-            plan[row.loss].append(row.but(**alike, seed=seed, out=folder))
+        own = range(row.seed, row.seed + seeds)
+        plan[row.loss] = [row.but(**alike, seed=k, out=out / f"{row.loss}-{k}") for k in own]
     return plan
 
 
 def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
     """Yield each run of a plan as (name, options). The first seed of all rows comes first."""
-    for seed in range(len(next(iter(plan.values())))):
-        for name, options in plan.items():
-            yield name, options[seed]
+    for of_seed in zip(*plan.values(), strict=True):
+        yield from zip(plan, of_seed, strict=True)
 
 
 def linear_of_row(row: tuple) -> float:
@@ -63,15 +60,15 @@ def linear_of_row(row: tuple) -> float:
 
 def table_of(found: dict[str, list]) -> str:
     """Write {name: results of each seed} as a Markdown table.
-    With several seeds, the last column has the difference of each row to the row of `baseline_of`.
-    It is the mean over seeds ± half the width of Student's 95 % interval."""
+    With several seeds, the last column has the difference of each row to that of SimCLR, or else to
+    the first row. It is the mean over seeds ± half the width of Student's 95 % interval."""
     some = next(iter(found.values()))
     rows = {f"`{name}`": results for name, results in found.items()}
     rows["untrained encoder"] = [run["untrained"] for run in some]
     rows["raw pixels"] = [some[0]["raw"]]
     lines = report.cells(rows)
     if len(some) > 1 and len(found) > 1 and some[0]["linear"] is not None:
-        baseline = baseline_of(found)
+        baseline = next(name for name in ("simclr", "SimCLR", *found) if name in found)
         lines[0].append(f"linear, over `{baseline}`")
         for line, name in itertools.zip_longest(lines[1:], found):
             gap = ""
@@ -79,14 +76,6 @@ def table_of(found: dict[str, list]) -> str:
                 gap = report.gain(gaps_of(found[name], found[baseline]))
             line.append(gap)
     return report.markdown(lines)
-
-
-def baseline_of(found: dict[str, list]) -> str:
-    """Return the name of the row that others are compared with. It is SimCLR, or else the first."""
-    for name in ("simclr", "SimCLR"):
-        if name in found:
-            return name
-    return next(iter(found))
 
 
 def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:

@@ -15,21 +15,14 @@ import torch
 from torch import distributed
 
 
-def group() -> distributed.ProcessGroup | None:
-    """Return the group of all ranks, or None if there is one process alone."""
-    return distributed.group.WORLD
-
-
 def count() -> int:
     """Return the number of ranks."""
-    if group() is None:
-        return 1
-    return distributed.get_world_size()
+    return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def is_first() -> bool:
     """Whether this process is the one that prints and saves."""
-    return group() is None or distributed.get_rank() == 0
+    return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 def device() -> str:
@@ -69,5 +62,5 @@ def first_before_others() -> Iterator[None]:
     if not is_first():
         distributed.barrier()
     yield
-    if is_first() and group() is not None:
+    if is_first() and count() > 1:
         distributed.barrier()
