@@ -400,7 +400,7 @@ class ContrastiveLoss(nn.Module):
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
 #   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked. The
-#     rule may have a gradient there, as objectives send none to a masked log weight.
+#     rule may have a gradient there, see MASKED.
 #   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
 #     row of an anchor without candidates is masked.
 #   - Do not assume that `logits` are among `candidates`. Those of positives can all be lower or
@@ -413,16 +413,18 @@ class ContrastiveLoss(nn.Module):
 # To add a rule, write its function with positional parameters, and its row in WEIGHTS. If it has an
 # option of its own, write an entry in Options. In reference_numpy.py add its formula for candidates
 # to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
-# WEIGHT_OPTIONS. TestContrastiveLoss compares the two, and TestRows checks most of these points.
+# WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, and TestRows
+# checks most of these points.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
 # stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
-# of your own, you see to that. Section 4 writes MASKED into the matrix of logits in place, behind
-# autograd's back. To autograd a masked logit is still the product of two embeddings. So if a
-# gradient arrives at a masked logit, it moves these embeddings. Softmax and its relatives send none
-# there. Any other function works on a
-# copy that is made by masked_fill, which cuts the gradient.
+# of your own, you see to that.
+# Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
+# masked logit is still the product of two embeddings, and a gradient that arrives there would move
+# them. None arrives if one function on the way from the logit to the loss sends none. That is a
+# softmax, as in `log_sum` and `_mean`, or a masked_fill on a copy, or a clamp. So a rule needs no
+# cut of its own, since objectives put a softmax over log weights.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -459,8 +461,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
-    # Whole numbers, as 0.07 · 100 in floats exceeds 7, and its ceiling would be 8. Rounded down, so
-    # that α = 2/3 of 3 candidates keeps 2.
+    # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
+    # 8. int() rounds α down. Rounded up, 2/3 of 3 candidates would be just above 2, and keep 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -504,7 +506,7 @@ def transported(
 
 
 def own_rule(logits, weights):
-    """Weigh by a function of the user's, and mask what it returns as the logits are masked.
+    """Weigh by a function of the user's, and mask what it returns wherever the logit is masked.
     Any function may have a gradient at masked logits. So it gets a copy, see MASKED."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
@@ -691,7 +693,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     too near a positive      finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
+#     all dropped by a rule    any       finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives. log E is log_negatives − log_total. Without candidates log_negatives is −2e30,
@@ -763,8 +765,8 @@ class _Anchors(NamedTuple):
     `given` in `contrastive_loss`. Unpack it in `_check_call`, and check it there. Unpack it in
     `_line_up`, and fill the field there. If it masks, see `_mask_`, too. New fields go last and
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
-    ranks. So it has the same shape on all of them, or is None on all. A variant in VARIANTS of the
-    tests lets TestGather compare it over ranks."""
+    ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
+    to VARIANTS of the tests, so that TestGather compares it."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, M), logits of the positives in other views. No entry may be MASKED. If this
@@ -811,9 +813,9 @@ class _Shared(NamedTuple):
 #     1       yes         labels                   no columns                rows of its label
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
-#     1       yes         positive_index           rows that it names        these rows ppcl is an
-#     objective. If a call has `negatives`, labels and ppcl, the rows of the sample's label are
-# positives, too.
+#     1       yes         positive_index           rows that it names        these rows
+# ppcl is an objective. If a call has `negatives`, labels and ppcl, the rows of the sample's label
+# are positives, too.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -945,10 +947,8 @@ def _mask_(neg, pos, anchors, shared, options):
     """Mask the logits (a, N) of what is no negative, in place.
     Autograd does not record this change. It is safe under two rules. First, no operation before
     this may have saved neg for its backward pass, as neg.square() would. That raises an error in
-    the backward pass. Second, whatever comes after this must have no gradient at masked logits. A
-    softmax has no gradient there. Any other function has to cut it, by masked_fill on a copy or by
-    a clamp. If one does not, only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS
-    and OBJECTIVES."""
+    the backward pass. Second, no gradient may arrive at a masked logit, see MASKED. If one does,
+    only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS and OBJECTIVES."""
     _drop_(neg, anchors.own, shared.batch)
     if anchors.mask is not None:
         neg.masked_fill_(~anchors.mask, MASKED)
@@ -1035,8 +1035,8 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. An exception are
-    samples in two groups, if each sample is coupled with the other group alone. There
+    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. Samples in two
+    groups are an exception, if each sample is coupled with the other group alone. There
     symmetric=True takes about a third more steps. If the kernel is not symmetric, the mean does not
     converge.
 
@@ -1257,18 +1257,17 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # a time. While the matrix of a block is there, its gradient is computed as well, and added to the
 # gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
 # of the loss, it gets what was kept. With "none" every anchor has a loss of its own. How the caller
-# will weigh these is not known yet. So the backward pass computes the blocks again. So `answer` may
-# run twice for a block. Therefore `answer`, and all that it calls, must neither keep state nor
-# communicate between ranks nor draw random numbers. If you change this section, TestLargeBatches
-# compares blocks with the whole batch, measures their memory, and compiles them. TestGather
-# compares ranks with one process.
+# will weigh these is not known yet. So the backward pass computes the blocks again. For this reason
+# `answer`, and all that it calls, must neither keep state nor communicate between ranks nor draw
+# random numbers. If you change this section, TestLargeBatches compares blocks with the whole batch,
+# measures their memory, and compiles them. TestGather compares ranks with one process.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
 # `_run_blocks` and `answer` never communicate between ranks. With a group
 #   - these communicate in a call of the loss: the checks of section 8 on a CPU, the calls of
 #     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
-#     use the same options, and reach them in the same order.
+#     use the same options, and reach these calls in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
 #     not detached. The rule for each call of `gather` is that all ranks run its backward pass, or
 #     none does. So a new tensor that is gathered, and requires a gradient, must be a field of
@@ -1289,8 +1288,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     is the mean over all anchors already, so nothing is multiplied.
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
 # one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Any
-# other reduction is treated like "none". In `_in_blocks` it sets `summed` to False, and in
-# `_evaluate` it returns where "none" returns, as a value of the losses of this rank alone.
+# other reduction needs a change of the two conditions on "none". In `_in_blocks` make `summed`
+# False for it. In `_evaluate` return its value where "none" returns. It is then a value of the
+# losses of this rank alone.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1332,7 +1332,7 @@ def _warn_of(lacking, n, options):
 
 def _block_size(anchors, shared, options):
     """Choose the number of anchors in a block. 0 takes all at once."""
-    if torch._C._are_functorch_transforms_active():  # torch.func has gradients of its own
+    if torch._C._are_functorch_transforms_active():  # torch.func cannot pass through blocks
         return 0
     if options["block_size"] is not None:
         return options["block_size"]
@@ -1574,7 +1574,7 @@ def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
         if x.shape[dim] == 1:
             return x.squeeze(dim)
         y = x.new_zeros(())
-    if torch._C._are_functorch_transforms_active():  # torch.func has gradients of its own
+    if torch._C._are_functorch_transforms_active():  # torch.func cannot pass through _LogSum
         return torch.logsumexp(x + y, dim)
     return _LogSum.apply(x, y, dim)[0]
 
@@ -1862,8 +1862,8 @@ from torch.utils.checkpoint import checkpoint
 __all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
 __all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]
 __all__ += ["annealed_beta", "lead_in"]
-# ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 
+# ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
 # TestViews compares each step with a reference.
 # A view draws one number in [0, 1) for each of these names. To add a transformation, add the names
 # that it needs. After that a seed no longer gives the views that it gave before.
@@ -2202,8 +2202,8 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
 # of BatchNorm. So if you reorder, add or drop a pass, a seed gives another run. TestGame writes
-# Algorithm 1 of [3] in a few lines. It compares a whole step with it. That is the ascent, the
-# follower, and the turn of G and D.
+# Algorithm 1 of [3] in a few lines, and compares a whole step with these lines. They have the
+# ascent, the follower, and the turn of G and D.
 
 
 class _Residual(nn.Module):
@@ -2714,7 +2714,7 @@ class Training:
             raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
         # DistributedDataParallel mixes gradients up if the memory format changes after it is made
         _require(
-            not hasattr(encoder, "reducer"), "encoder", "a DistributedDataParallel", "its module"
+            not hasattr(encoder, "reducer"), "encoder", "a DistributedDataParallel", "ddp.module"
         )
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
