@@ -21,10 +21,10 @@ Symbols
                 of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
-    M           columns of the matrix of positives: V − 1 for the other views, or P for named rows;
-                if labels name positives, N more columns follow, one for each candidate, and an
-                entry is masked unless the candidate has the anchor's label; in formulas of one
-                anchor M counts the entries that are not masked
+    M           columns of the matrix of positives: V − 1 for the other views, or P if
+                positive_index (B, P) names rows. If labels name positives, N more columns follow,
+                one for each candidate. Of these N, those with another label are masked. In formulas
+                of one anchor M counts the entries that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -253,7 +253,7 @@ def contrastive_loss(
     positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
                     names none. For example it is arange(B) if `negatives` is views[1]. The rows
                     that entry i names are never candidates of anchor i. With two or more views the
-                    index does nothing else, as the positives are the other views. If there is a
+                    index does no more than that. The positives are the other views. If there is a
                     single view, these rows are its positives.
     negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
                     finite, too. Labels can still make them positives.
@@ -262,12 +262,12 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
-                    itself, pass log q_i − log q_j (A, N) for `nce` instead, where q_i is the
-                    probability of anchor i's positive. The positive was drawn, too. So e^p should
-                    be divided by q_i, and each e^s by q_j. `nce` is the log of a fraction, and does
-                    not change if its numerator and its denominator are multiplied by q_i. Then e^p
-                    has the factor 1, and e^s has the factor q_i / q_j. The log of that factor is
-                    what you pass.
+                    itself, pass log q⁺_i − log q_j (A, N) for `nce` in place of that, where q⁺_i is
+                    the probability of anchor i's positive, and q_j that of candidate j. The
+                    positive was drawn, too. So e^p should be divided by q⁺_i, and each e^s by q_j.
+                    `nce` is the log of a fraction. It does not change if its numerator and its
+                    denominator are multiplied by q⁺_i. Then e^p has the factor 1, and e^s has the
+                    factor q⁺_i / q_j. The log of that factor is what you pass.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -328,7 +328,8 @@ class _Answers(NamedTuple):
 def answer(anchors, shared, options):
     """Answer the three questions for some anchors. The answers for an anchor use its row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice.
-    `_statistics` calls it, too."""
+    `_statistics` calls it, too. So it keeps no state, draws no numbers, and does not communicate
+    between ranks. No value may decide which tensors it uses, as values differ between ranks."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
     if shared.plain:
@@ -391,30 +392,35 @@ class ContrastiveLoss(nn.Module):
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
-#                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0
+#                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0.
+#                 Both are the float 0.0
 #     t           the temperature. Take this, not the option `temperature`. If the temperature is
 #                 learned, each block works on a copy of it, and t is that copy. A rule that takes
-#                 the option `temperature` goes past the copy. Then section 7 computes all anchors
-#                 in one go, in the memory of A·N numbers
+#                 the option `temperature` uses the original, whose gradient the block would miss.
+#                 Section 7 sees that, and computes all anchors in one go, in the memory of A·N
+#                 numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
 #   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked. The
-#     rule may have a gradient there, see MASKED.
+#     rule may have a gradient there, but a finite one, as a softmax multiplies it by 0. So clamp
+#     first if you must, as `transported` does. No masked logit may enter the weight of another
+#     candidate.
 #   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
 #     row of an anchor without candidates is masked.
 #   - Do not assume that `logits` are among `candidates`. Those of positives can all be lower or
 #     higher.
 #   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
 #     rounding can bring cosines there.
-#   - If a rule takes the potential, then a symmetric matrix of logits and g = 0 give a symmetric
-#     result. `_couple` relies on this. For such a rule detach_weights is True by default, and
+#   - A rule that takes the potential must return a symmetric matrix if logits are symmetric and
+#     g = 0. `_couple` relies on this. For such a rule detach_weights is True by default, and
 #     negatives (B, K, D) are an error.
 # To add a rule, write its function with positional parameters, and its row in WEIGHTS. If it has an
 # option of its own, write an entry in Options. In reference_numpy.py add its formula for candidates
 # to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
-# WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, and TestRows
-# checks most of these points.
+# WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
+# included. TestRows checks most points of the list. TestContrastiveLoss sees the symmetric result
+# and the gradients of masked logits.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
@@ -422,9 +428,10 @@ class ContrastiveLoss(nn.Module):
 # of your own, you see to that.
 # Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
 # masked logit is still the product of two embeddings, and a gradient that arrives there would move
-# them. None arrives if one function on the way from the logit to the loss sends none. That is a
-# softmax, as in `log_sum` and `_mean`, or a masked_fill on a copy, or a clamp. So a rule needs no
-# cut of its own, since objectives put a softmax over log weights.
+# them. None arrives if every path from the masked logit to the loss has a function that passes 0
+# back there. That is a softmax in a row that is not all masked, as in `log_sum` and `_mean`, or a
+# masked_fill on a copy, or a clamp. Section 3 says what an objective does with a row that is all
+# masked.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -462,7 +469,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α down. Rounded up, 2/3 of 3 candidates would be just above 2, and keep 3.
+    # 8. int() rounds α itself down. If α = 2/3 were rounded up, α · 3 would be just above 2, and 3
+    # candidates would be kept.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -507,7 +515,8 @@ def transported(
 
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns wherever the logit is masked.
-    Any function may have a gradient at masked logits. So it gets a copy, see MASKED."""
+    Unlike our rules, it may mix masked columns into others, or have an infinite gradient at −1e30,
+    which a softmax does not stop. So it gets a copy, see MASKED."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
@@ -600,8 +609,8 @@ def _fill_in(function, given):
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
-# has an option of its own. Write its formula in reference_numpy.py, too. TestObjectives and
-# TestFunctions check most of these points.
+# has an option of its own. Write its formula in reference_numpy.py, too. TestObjectives,
+# TestContrastiveLoss and TestExtremes check these points.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
@@ -657,7 +666,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 
 
 def own_objective(pos, neg, log_w, objective):
     """Judge by a function of the user's.
-    It may have a gradient at masked logits. So it gets copies, see MASKED."""
+    It gets copies, for the reason that `own_rule` has."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
     losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
@@ -687,16 +696,16 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
-# of Σ_j w_j. These cases come up.
+# of Σ_j w_j. In the code log E is log_negatives − log_total. These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     too near a positive      finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    any       finite   anything finite       −1e30       below FAR
+#     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
-# without negatives. log E is log_negatives − log_total. Without candidates log_negatives is −2e30,
+# without negatives. Without candidates log_negatives is −2e30,
 # the sum of a masked logit and a masked log weight, and log_total is −1e30. If a rule drops all
 # candidates, both are about −1e30, and their difference is noise of rounding. `published` turns any
 # log E into a finite number with a finite gradient. So what it returns does not tell that an anchor
@@ -814,8 +823,8 @@ class _Shared(NamedTuple):
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
-# ppcl is an objective. If a call has `negatives`, labels and ppcl, the rows of the sample's label
-# are positives, too.
+# ppcl is an objective. With it, labels add a positive in each row that has `negatives`, too. These
+# are the rows of the sample's label. A row of `negatives` is a column of the matrix.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -836,7 +845,7 @@ def _line_up(options, views, given):
     in_batch = negatives is None
     if in_batch:
         anchors, candidates = z / t, gather(z, group)
-        positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the k-th next view
+        positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the view k places further on
         # Row i of `own` has the columns i, i + B, i + 2·B, … modulo A. For two views of three
         # samples these are the rows 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. Row i takes every third entry of
         # 0 1 2 3 4 5 0 1 2 3 4 5, beginning with entry i.
@@ -938,7 +947,7 @@ def who(anchors, shared, options):
 #     negative_mask     yes                   yes
 #     labels            yes                   no
 #     margins           yes                   yes
-#     positive_index    yes                   comes with negatives, which do so anyway
+#     positive_index    yes                   it needs `negatives`, and these always do
 # log_weights do not mask.
 
 
@@ -1040,18 +1049,18 @@ def sinkhorn(
     symmetric=True takes about a third more steps. If the kernel is not symmetric, the mean does not
     converge.
 
-    Embeddings in tight clusters take many steps, but few with symmetric=True in most cases. A mask
-    can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone, and
-    their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks take
-    many steps, too.
+    Embeddings in tight clusters take many steps with symmetric=False, and mostly few with True. A
+    mask can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone,
+    and their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks
+    take many steps, too.
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
     # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
-    # λ, by (λ² − λ)/2. That is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With
-    # two groups λ = −1 occurs, and the component of e along its eigenvector never shrinks. This
-    # does no harm. It is +c on one group and −c on the other, so it cancels in f_i + g_j, where i
-    # and j are of different groups.
+    # λ, by (λ² − λ)/2. This factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1.
+    # With two groups λ = −1 occurs, and the component of e along its eigenvector never shrinks.
+    # That component does no harm. It is +c on one group and −c on the other. So it cancels in f_i +
+    # g_j, where i and j are of different groups.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1116,13 +1125,12 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # The next line calls `gather` for each field. The head of section 7 has the rule for its
-    # backward pass, all ranks or none.
-    #   - If weights are detached, no rank runs the backward pass of any field, as the kernel below
-    #     has no graph.
-    #   - If weights are not detached, all ranks run that of `scaled`. g is computed from it, and
-    #     the losses of all ranks use g, as a rule that takes the potential adds it.
-    #   - No rank runs that of `pos`, as `_mask_` alone reads pos here, under no_grad.
+    # Below, `gather` is called for each field. For each of these calls either all ranks must run
+    # its backward pass, or none, as section 7 explains. What happens is this.
+    #   - If weights are detached, none runs, as the kernel below has no graph.
+    #   - If weights are not detached, all ranks run that for `scaled`. g is computed from `scaled`,
+    #     and the losses of all ranks use g, as a rule that takes the potential adds it.
+    #   - That for `pos` never runs, as `_mask_` alone reads pos here, under no_grad.
     #   - The other fields have no gradient. A new one that has a gradient must enter g on all
     #     ranks, or on none.
     # TestGather has detached weights and others, with blocks and without.
@@ -1271,10 +1279,10 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
 #     not detached. The rule for each call of `gather` is that all ranks run its backward pass, or
 #     none does. So a new tensor that is gathered, and requires a gradient, must be a field of
-#     `_Anchors` or `_Shared`. With blocks all such fields are inputs of `_Summed` or `_Single`.
-#     Autograd runs the backward pass of what is behind each input, with zeros if no block used it.
-#     Without blocks autograd visits only what the loss used. So there `answer` must use such a
-#     field on all ranks, or on none.
+#     `_Anchors` or `_Shared`. With blocks all such fields are inputs of `_Summed` or `_Single`. So
+#     autograd runs the backward pass of their `gather`, with zeros if no block used the field.
+#     Without blocks it runs only if the loss of this rank used the field. So in `answer` no value
+#     may decide whether a field is used, as values differ between ranks.
 # If a rank does not reach one of these, the others wait for it, and TestGather fails after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
@@ -1289,8 +1297,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
 # one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Any
 # other reduction needs a change of the two conditions on "none". In `_in_blocks` make `summed`
-# False for it. In `_evaluate` return its value where "none" returns. It is then a value of the
-# losses of this rank alone.
+# False for it. In `_evaluate` compute it from the losses (A,) where "none" returns. Then each rank
+# returns that of its own losses, and nothing is multiplied by R. The gradient is that of the mean
+# over ranks.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1374,7 +1383,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     """Compute losses (A,), what anchors lack, and the gradients of grad_losses · losses, by blocks.
     If a function of the user's learns something, its gradient would be missing here. Then the
     result is None. There are four situations:
-        reduction      pass                grad_losses      grad mode in the loop   used of it
+        reduction      pass                grad_losses      grad mode in the loop   what is used
         any            forward, no_grad    None             off                     losses
         mean or sum    forward             ones             on                      all
         "none"         forward             None             on                      losses
@@ -1445,8 +1454,9 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # A gradient is None if no block used the input. Such an input must stay in `inputs`. Then
-        # autograd runs the backward pass of the `gather` behind it, with zeros, so no rank waits.
+        # A gradient is None if no block used the input. Even then autograd goes on to the `gather`
+        # that made the input, and hands it zeros. So keep such an input in `inputs`, or other ranks
+        # would wait.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
@@ -2087,7 +2097,7 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     # Layers can share a tensor, which must move once. The dict below maps each tensor to one of its
     # names. keep_vars=True gives the tensors themselves, so a shared one is in it once.
     for value, name in dict(map(reversed, followers.items())).items():
-        # for a missing name take a wrong shape, so that the check below raises
+        # if the leader lacks the name, value[None] has a dimension too many, so the check raises
         target = leaders.get(name, value[None])
         if target.shape != value.shape:
             shape = tuple(value.shape)
@@ -2161,8 +2171,8 @@ def embed(
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
     groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    # deepcopy takes everything in this dict for copied already. It has the process groups of
-    # SyncBatchNorm, which cannot be copied.
+    # deepcopy regards what is in this dict as copied, and uses it as it is. It has the process
+    # groups of SyncBatchNorm, which cannot be copied.
     shared = {id(x): x for x in groups}
     encoder = copy.deepcopy(encoder, shared).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
@@ -2202,7 +2212,7 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
 # of BatchNorm. So if you reorder, add or drop a pass, a seed gives another run. TestGame writes
-# Algorithm 1 of [3] in a few lines, and compares a whole step with these lines. They have the
+# Algorithm 1 of [3] in a few lines. It compares a whole step with these lines. It covers the
 # ascent, the follower, and the turn of G and D.
 
 
@@ -2589,7 +2599,8 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
-    twice. If you use DistributedDataParallel, call this function inside the module that you wrap.
+    twice. If you use DistributedDataParallel, call the returned function inside the module that you
+    wrap.
     Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 

@@ -149,7 +149,7 @@ Tiny ImageNet, 10 epochs: `hcl` | short-runs | tiny: hcl − simclr
 CIFAR-10, 10 epochs: `hcl` | short-runs | cifar10: hcl − simclr
 Tiny ImageNet, 60 epochs: `hcl`, not debiased | pays | pays-tiny: tilted 0.1 − simclr 0.1
 CIFAR-10, 60 epochs: `hcl`, not debiased | pays | pays-cifar10: tilted 0.2 − simclr 0.1
-CIFAR-10, 60 epochs: `hcl`, tuned for 10 epochs | pays | long: hcl − simclr
+CIFAR-10, 60 epochs: `hcl`, settings of 10 epochs | pays | long: hcl − simclr
 Few images: DiffHard, against longer `simclr` | generated | games-10: DiffHard − twice
 Text: one mined negative for each pair | sentences | sentences: mined − simclr
 Text: four mined negatives | sentences | sentences: mined 4 − simclr
