@@ -21,10 +21,10 @@ Symbols
                 of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
-    M           columns of the matrix of positives: V − 1 for the other views, or P if
-                positive_index (B, P) names rows. If labels name positives, N more columns follow,
-                one for each candidate. Of these N, those with another label are masked. In formulas
-                of one anchor M counts the entries that are not masked
+    M           columns of the matrix of positives: V − 1 for the other views; with a single view P,
+                if positive_index (B, P) names rows, and else 0. If labels name positives, N more
+                columns follow, one for each candidate. Of these N, those with another label are
+                masked. In formulas of one anchor M counts the entries that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -262,12 +262,12 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
-                    itself, pass log q⁺_i − log q_j (A, N) for `nce` in place of that, where q⁺_i is
-                    the probability of anchor i's positive, and q_j that of candidate j. The
-                    positive was drawn, too. So e^p should be divided by q⁺_i, and each e^s by q_j.
-                    `nce` is the log of a fraction. It does not change if its numerator and its
-                    denominator are multiplied by q⁺_i. Then e^p has the factor 1, and e^s has the
-                    factor q⁺_i / q_j. The log of that factor is what you pass.
+                    itself, pass log q⁺_i − log q_j (A, N) for `nce` in place of −log(K q_j). Here
+                    q⁺_i is the probability of anchor i's positive, and q_j that of candidate j. The
+                    positive was drawn, too. So e^p should be divided by K q⁺_i, and each e^s by
+                    K q_j. `nce` is the log of a fraction. It does not change if its numerator and
+                    its denominator are multiplied by K q⁺_i. Then e^p has the factor 1, and e^s has
+                    the factor q⁺_i / q_j. The log of that factor is what you pass.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -329,7 +329,8 @@ def answer(anchors, shared, options):
     """Answer the three questions for some anchors. The answers for an anchor use its row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice.
     `_statistics` calls it, too. So it keeps no state, draws no numbers, and does not communicate
-    between ranks. No value may decide which tensors it uses, as values differ between ranks."""
+    between ranks. Which tensors it uses may depend on shapes and options, but not on the numbers in
+    a tensor. These differ between ranks, and section 7 says why that matters."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
     if shared.plain:
@@ -392,8 +393,8 @@ class ContrastiveLoss(nn.Module):
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
-#                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0.
-#                 Both are the float 0.0
+#                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0,
+#                 too. In these two calls the parameter is the float 0.0, and not a tensor
 #     t           the temperature. Take this, not the option `temperature`. If the temperature is
 #                 learned, each block works on a copy of it, and t is that copy. A rule that takes
 #                 the option `temperature` uses the original, whose gradient the block would miss.
@@ -403,9 +404,9 @@ class ContrastiveLoss(nn.Module):
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
 #   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked. The
-#     rule may have a gradient there, but a finite one, as a softmax multiplies it by 0. So clamp
-#     first if you must, as `transported` does. No masked logit may enter the weight of another
-#     candidate.
+#     rule may have a gradient there, but a finite one, as a softmax multiplies it by 0. If a
+#     function or its derivative would overflow at −1e30, clamp the logits first, as `transported`
+#     does. No masked logit may enter the weight of another candidate.
 #   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
 #     row of an anchor without candidates is masked.
 #   - Do not assume that `logits` are among `candidates`. Those of positives can all be lower or
@@ -428,10 +429,10 @@ class ContrastiveLoss(nn.Module):
 # of your own, you see to that.
 # Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
 # masked logit is still the product of two embeddings, and a gradient that arrives there would move
-# them. None arrives if every path from the masked logit to the loss has a function that passes 0
-# back there. That is a softmax in a row that is not all masked, as in `log_sum` and `_mean`, or a
-# masked_fill on a copy, or a clamp. Section 3 says what an objective does with a row that is all
-# masked.
+# them. No gradient arrives if each path from a masked logit to the loss goes through a function
+# whose gradient at that entry is exactly 0. There are three kinds of such functions. They are a
+# softmax in a row that is not all masked, as in `log_sum` and `_mean`, a masked_fill on a copy, and
+# a clamp. Section 3 says what an objective does with a row that is all masked.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -567,6 +568,7 @@ def weigh(pos, neg, n, anchors, shared, options):
         log_w = log_w + anchors.log_weights
     if options["tau_plus"] == 0:
         return log_w, None, None
+    # log N_i, while the weights have mean 1. Whatever else changes the weights is named here.
     log_total = log_n
     if options["mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
@@ -743,8 +745,8 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
         # All positives can be below the threshold that `top` takes from candidates. Then each has
-        # a log weight of −1e30, and all get the same share. Adding uniform(pos) lowers the log
-        # weight of an absent positive to −2e30, so its share is 0.
+        # a log weight of −1e30. Absent positives have that, too, and would get the same share. So
+        # uniform(pos) lowers theirs to −2e30, and their share is 0.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     tau_plus = options["tau_plus"]
@@ -797,8 +799,8 @@ class _Anchors(NamedTuple):
 
 class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
-    function takes it from elsewhere, `_run_blocks` finds a leaf that it does not know, and the
-    whole batch is computed in one go."""
+    function takes it from elsewhere, its gradient would be missing in blocks. `_run_blocks` sees
+    that, and the whole batch is computed in one go."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -823,8 +825,9 @@ class _Shared(NamedTuple):
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
-# ppcl is an objective. With it, labels add a positive in each row that has `negatives`, too. These
-# are the rows of the sample's label. A row of `negatives` is a column of the matrix.
+# A row of `negatives` is a column of the matrix. The lines above that have `negatives` do not
+# repeat ppcl, which is an objective. With ppcl and labels, the rows of `negatives` that have the
+# sample's label are positives there, too.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -937,6 +940,12 @@ def who(anchors, shared, options):
     return pos, neg
 
 
+# To add a source of positives, give `_Shared` a flag, as the two sources in `who` have, and set it
+# in `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save
+# neg. A positive must not be a candidate as well, so mask it, as the next paragraph says. Add a
+# line to the table above `_line_up`. Then add the source to `_who_is_who` of reference_numpy.py,
+# and to DRAWN of TestContrastiveLoss.
+#
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
 # i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
@@ -947,7 +956,7 @@ def who(anchors, shared, options):
 #     negative_mask     yes                   yes
 #     labels            yes                   no
 #     margins           yes                   yes
-#     positive_index    yes                   it needs `negatives`, and these always do
+#     positive_index    yes                   yes, as it needs `negatives`, and `batch` is False
 # log_weights do not mask.
 
 
@@ -1128,11 +1137,13 @@ def _couple(anchors, shared, group, options):
     # Below, `gather` is called for each field. For each of these calls either all ranks must run
     # its backward pass, or none, as section 7 explains. What happens is this.
     #   - If weights are detached, none runs, as the kernel below has no graph.
-    #   - If weights are not detached, all ranks run that for `scaled`. g is computed from `scaled`,
-    #     and the losses of all ranks use g, as a rule that takes the potential adds it.
-    #   - That for `pos` never runs, as `_mask_` alone reads pos here, under no_grad.
-    #   - The other fields have no gradient. A new one that has a gradient must enter g on all
-    #     ranks, or on none.
+    #   - If weights are not detached, all ranks run the backward pass of the `gather` of `scaled`.
+    #     g is computed from `scaled`, and the losses of all ranks use g, as a rule that takes the
+    #     potential adds it.
+    #   - The backward pass of the `gather` of `pos` never runs, as `_mask_` alone reads pos here,
+    #     under no_grad.
+    #   - The other fields have no gradient. `negatives` would have one, but are an error here. A
+    #     new field that has a gradient must enter g on all ranks, or on none.
     # TestGather has detached weights and others, with blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
@@ -1278,11 +1289,11 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     use the same options, and reach these calls in the same order.
 #   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
 #     not detached. The rule for each call of `gather` is that all ranks run its backward pass, or
-#     none does. So a new tensor that is gathered, and requires a gradient, must be a field of
-#     `_Anchors` or `_Shared`. With blocks all such fields are inputs of `_Summed` or `_Single`. So
-#     autograd runs the backward pass of their `gather`, with zeros if no block used the field.
-#     Without blocks it runs only if the loss of this rank used the field. So in `answer` no value
-#     may decide whether a field is used, as values differ between ranks.
+#     none does. With blocks, autograd runs it for each field of `_Anchors` and `_Shared`, as these
+#     are inputs of `_Summed` or `_Single`. It passes zeros if no block used the field. Without
+#     blocks it runs only if the loss of this rank used the field.
+#   - So a new tensor that requires a gradient is gathered in `_line_up`, becomes a field of
+#     `_Anchors` or `_Shared`, and is used in `answer` whatever the numbers are.
 # If a rank does not reach one of these, the others wait for it, and TestGather fails after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
@@ -1295,11 +1306,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
-# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Any
-# other reduction needs a change of the two conditions on "none". In `_in_blocks` make `summed`
-# False for it. In `_evaluate` compute it from the losses (A,) where "none" returns. Then each rank
-# returns that of its own losses, and nothing is multiplied by R. The gradient is that of the mean
-# over ranks.
+# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Do not
+# add another one, such as a maximum. Anchors without a positive have a loss of 0, and blocks are
+# summed. Whoever wants one takes "none", and reduces the losses.
 
 
 def _evaluate(anchors, shared, group, options):
