@@ -179,7 +179,7 @@ def table(record: str) -> str:
             time = report.spread([run["seconds"] / of_seed[run["seed"]] for run in some])
         lines.append([*line, time])
     holm = by_holm(runs)
-    differences = [["difference", "n", "MRR", "over sources", "same source", "Holm"]]
+    differences = [["difference", "n", "MRR", "over sources", "same source", "holds with Holm"]]
     for question in QUESTIONS:
         of_seeds = gaps(runs, question)
         if len(of_seeds) >= 3:
