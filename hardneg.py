@@ -21,10 +21,10 @@ Symbols
                 of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
-    M           columns of the matrix of positives: V − 1 for the other views; with a single view P,
-                if positive_index (B, P) names rows, and else 0. If labels name positives, N more
-                columns follow, one for each candidate. Of these N, those with another label are
-                masked. In formulas of one anchor M counts the entries that are not masked
+    M           columns of the matrix of positives. With two or more views M is V − 1. With one view
+                it is P if positive_index (B, P) is given, and 0 if not. If labels name positives, N
+                more columns follow, one for each candidate. Of these N, those with another label
+                are masked. In formulas of one anchor M counts the entries that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -263,11 +263,12 @@ def contrastive_loss(
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
                     itself, pass log q⁺_i − log q_j (A, N) for `nce` in place of −log(K q_j). Here
-                    q⁺_i is the probability of anchor i's positive, and q_j that of candidate j. The
-                    positive was drawn, too. So e^p should be divided by K q⁺_i, and each e^s by
-                    K q_j. `nce` is the log of a fraction. It does not change if its numerator and
-                    its denominator are multiplied by K q⁺_i. Then e^p has the factor 1, and e^s has
-                    the factor q⁺_i / q_j. The log of that factor is what you pass.
+                    q⁺_i is the probability with which anchor i's positive was drawn into the batch,
+                    and q_j is that of candidate j. The positive was drawn, too. So e^p should be
+                    divided by K q⁺_i, and each e^s by K q_j, for a batch of K rows. `nce` is the
+                    log of a fraction. It does not change if its numerator and its denominator are
+                    multiplied by K q⁺_i. Then e^p has the factor 1, and e^s has the factor
+                    q⁺_i / q_j. The log of that factor is what you pass.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -420,8 +421,8 @@ class ContrastiveLoss(nn.Module):
 # option of its own, write an entry in Options. In reference_numpy.py add its formula for candidates
 # to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
 # WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
-# included. TestRows checks most points of the list. TestContrastiveLoss sees the symmetric result
-# and the gradients of masked logits.
+# included. TestRows checks most points of the list.
+# TestContrastiveLoss fails if the result is not symmetric, or if a masked logit gets a gradient.
 
 # The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
 # Everything below FAR counts as masked. With unit rows and options within their limits, what counts
@@ -430,16 +431,18 @@ class ContrastiveLoss(nn.Module):
 # Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
 # masked logit is still the product of two embeddings, and a gradient that arrives there would move
 # them. No gradient arrives if each path from a masked logit to the loss goes through a function
-# whose gradient at that entry is exactly 0. There are three kinds of such functions. They are a
-# softmax in a row that is not all masked, as in `log_sum` and `_mean`, a masked_fill on a copy, and
-# a clamp. Section 3 says what an objective does with a row that is all masked.
+# whose gradient at that entry is exactly 0. There are three kinds of such functions.
+#   - a softmax in a row that is not all masked; `log_sum` and `_mean` have one
+#   - a masked_fill on a copy
+#   - a clamp
+# Section 3 says what an objective does with a row that is all masked.
 MASKED, FAR = -1e30, -1e20
 
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
     Masked logits get −1e30. So you can add this to log weights, to mask where logits are masked."""
-    # hardshrink is 0 for |x| ≤ 1e20 and x beyond. It is several times as fast as a boolean mask.
+    # hardshrink(x) is 0 if |x| ≤ 1e20, and else x. It is several times as fast as a boolean mask.
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
 
@@ -502,7 +505,7 @@ def transported(
     """Count near candidates more, but give all candidates the same total weight over all anchors.
     This is exact if all anchors have equally many candidates. Otherwise scaling to mean 1 gives
     anchor i the total N_i, and the totals of the candidates are not equal any more.
-        w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P*(j | i)
+        w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P_ij / Σ_k P_ik
     logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
     Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all anchors have equally many
     candidates, and all candidates equally many anchors, as in a batch. "sqeuclidean" with g = 0 is
@@ -568,7 +571,8 @@ def weigh(pos, neg, n, anchors, shared, options):
         log_w = log_w + anchors.log_weights
     if options["tau_plus"] == 0:
         return log_w, None, None
-    # log N_i, while the weights have mean 1. Whatever else changes the weights is named here.
+    # The sum is N_i as long as the weights have mean 1. If you add something that changes them
+    # after they were scaled, name it in this condition. Then their sum is computed.
     log_total = log_n
     if options["mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
@@ -825,9 +829,9 @@ class _Shared(NamedTuple):
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
-# A row of `negatives` is a column of the matrix. The lines above that have `negatives` do not
-# repeat ppcl, which is an objective. With ppcl and labels, the rows of `negatives` that have the
-# sample's label are positives there, too.
+# A row of `negatives` is a column of the matrix. To keep the table short, its lines with
+# `negatives` leave out ppcl, which is an objective. In each of these lines, labels with ppcl make
+# the rows of the sample's label positives. They come besides those that the line names.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1091,7 +1095,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        # `_log_sums` takes the same new f block by block. Change both together
+        # `_log_sums` has computed this same f for each block. Change both together
         f = -_zero_if_masked(log_rows)
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
@@ -1142,8 +1146,9 @@ def _couple(anchors, shared, group, options):
     #     potential adds it.
     #   - The backward pass of the `gather` of `pos` never runs, as `_mask_` alone reads pos here,
     #     under no_grad.
-    #   - The other fields have no gradient. `negatives` would have one, but are an error here. A
-    #     new field that has a gradient must enter g on all ranks, or on none.
+    #   - The other fields have no gradient. The field `negatives` would have one. But it is filled
+    #     only by negatives (B, K, D), which are an error with such a rule. A new field that has a
+    #     gradient must enter g on all ranks, or on none.
     # TestGather has detached weights and others, with blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
@@ -1272,7 +1277,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
-# The logits of a large batch do not fit into memory, so they are computed for a block of anchors at
+# The logits of a large batch do not fit into memory. So they are computed for a block of anchors at
 # a time. While the matrix of a block is there, its gradient is computed as well, and added to the
 # gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
 # of the loss, it gets what was kept. With "none" every anchor has a loss of its own. How the caller
@@ -1283,18 +1288,20 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
-# `_run_blocks` and `answer` never communicate between ranks. With a group
-#   - these communicate in a call of the loss: the checks of section 8 on a CPU, the calls of
-#     `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is "none". All ranks
-#     use the same options, and reach these calls in the same order.
-#   - `gather` alone communicates in the backward pass, for the candidates, and for g if weights are
-#     not detached. The rule for each call of `gather` is that all ranks run its backward pass, or
-#     none does. With blocks, autograd runs it for each field of `_Anchors` and `_Shared`, as these
-#     are inputs of `_Summed` or `_Single`. It passes zeros if no block used the field. Without
-#     blocks it runs only if the loss of this rank used the field.
-#   - So a new tensor that requires a gradient is gathered in `_line_up`, becomes a field of
-#     `_Anchors` or `_Shared`, and is used in `answer` whatever the numbers are.
-# If a rank does not reach one of these, the others wait for it, and TestGather fails after a while.
+# `_run_blocks` and `answer` never communicate between ranks. With a group there are three rules.
+#   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
+#     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
+#     "none". All ranks use the same options, and reach these in the same order.
+#   - In the backward pass `gather` alone communicates. It does so for the candidates, and for g if
+#     weights are not detached. For each call of `gather`, all ranks have to run its backward pass,
+#     or none. With blocks it always runs. Each field of `_Anchors` and `_Shared` that requires a
+#     gradient is an input of `_Summed` or `_Single`. Without blocks it runs if the loss of this
+#     rank used the field.
+#   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
+#     it in `answer` in every call, whatever values it has. If it belongs to candidates, gather it
+#     in `_line_up` first. A tensor with a row for each anchor is not gathered.
+# If a rank does not reach one of these communications, the others wait for it, and TestGather fails
+# after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
 #   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
@@ -1306,9 +1313,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
-# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. Do not
-# add another one, such as a maximum. Anchors without a positive have a loss of 0, and blocks are
-# summed. Whoever wants one takes "none", and reduces the losses.
+# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
+# that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
+# have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1415,7 +1422,7 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             some = _copy(anchors.of(rows))
             found = answer(some, everyone, options)
             # The graph must end in the copies alone. Another leaf is a parameter that is hidden in
-            # a function of the user's, and its gradient would be missing in the result. This comes
+            # a function of the user's. Its gradient would be missing in the result. This comes
             # before the backward pass, which would add to that parameter's gradient. TestFunctions
             # has such functions.
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
@@ -1463,9 +1470,9 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # A gradient is None if no block used the input. Even then autograd goes on to the `gather`
-        # that made the input, and hands it zeros. So keep such an input in `inputs`, or other ranks
-        # would wait.
+        # A gradient is None if no block used the input. TestGather has such a loss. Autograd still
+        # runs the backward pass of the `gather` that made the input, with zeros in place of None.
+        # So keep such an input in `inputs`, or other ranks would wait.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
@@ -1498,8 +1505,8 @@ def _only_once():
 
 
 def _uncompiled(function, *arguments):
-    """Call a function without compiling it. In compiled code this is a graph break, on purpose, as
-    blocks call backward() and look at the graph, and Sinkhorn reads a value to stop."""
+    """Call a function without compiling it. In compiled code this is a graph break, on purpose.
+    Blocks call backward() and look at the graph, and Sinkhorn reads a value to stop."""
     if torch.compiler.is_compiling():
         function = torch.compiler.disable(function)  # as a decorator it would slow down the import
     return function(*arguments)
@@ -1549,7 +1556,7 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
 
 def _share(n, group):
     """List the rows of n that this rank works on. If the ranks do not divide n, the first rows come
-    again at the end, so that all ranks get equally many. So `gather(results, group)[:n]` has the
+    again at the end. Then all ranks get equally many. So `gather(results, group)[:n]` has the
     results of all rows."""
     ranks = distributed.get_world_size(group)
     rows = torch.arange(-(-n // ranks) * ranks) % n
@@ -1559,11 +1566,11 @@ def _share(n, group):
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 # Compiled code runs these checks, too, and on a GPU the host must not wait. So read no value
 # without `_may_read`. Sinkhorn alone is an exception, see `_stops`. TestLargeBatches compiles
-# losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors.
-# With ranks, a check that fails on one rank alone leaves the others waiting in their next `gather`,
-# until the launcher ends them. For most arguments we accept that. `_check_ranks` compares what is
-# likely to differ, which are the number and the shape of the views, and NaN in them. A check that
-# communicates must run on all ranks. So it may depend on the device and on which arguments are
+# losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors. With
+# ranks, a check that fails on one rank alone leaves the others waiting in their next `gather`. They
+# wait until the launcher ends them. For most arguments we accept that. `_check_ranks` compares what
+# is likely to differ, which are the number and the shape of the views, and NaN in them. A check
+# that communicates must run on all ranks. So it may depend on the device and on which arguments are
 # given, but not on values.
 
 
@@ -1653,8 +1660,8 @@ def _warn(message):
 
 
 # Allocate 31 MiB, and free them at once. From then on glibc keeps freed memory up to that size, and
-# uses it again. Otherwise it would return the matrix of each block to the operating system, and
-# large losses would take up to 1.24 times as long. The most that glibc allows is 32 MiB. No result
+# uses it again. Otherwise it would return the matrix of each block to the operating system. Large
+# losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. No result
 # depends on this line.
 torch.empty(31 * 2**18, device="cpu")
 
@@ -1981,7 +1988,7 @@ class _OfRank(torch.Generator):
 def _drawn(function, n, width, generator, device):
     """Draw numbers (n, width) for the n samples of this rank.
     Each rank draws those of the whole batch, and takes rows rank, rank + ranks, rank + 2·ranks, …
-    So does `Training` with the images. So any number of ranks makes the same run."""
+    `Training` takes images in the same way. Therefore any number of ranks makes the same run."""
     rank, ranks = 0, 1
     if isinstance(generator, _OfRank):
         rank, ranks = generator.rank, generator.ranks
@@ -2446,8 +2453,8 @@ class Game(nn.Module):
 #   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
-#   - If it has other parameters, it has optimizers for them. It clears, averages and steps them, as
-#     DiffHard does.
+#   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
+#     their gradients, averages these over ranks, and steps the optimizers, as DiffHard does.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.

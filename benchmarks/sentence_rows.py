@@ -47,6 +47,7 @@ STAGES["weighting"] = {
 STAGES["peers"] = {
     "hardness": {"loss": "all"},
     "mined, hardness": {"loss": "own", "mined": 1},
+    "simclr, again": {"like": "simclr"},  # on the processor of the rows around it
 }
 STAGES["others"] = {
     "ot": {"loss": "ot"},
@@ -70,7 +71,9 @@ mined, held − mined
 mined, debiased − mined
 hardness − simclr
 mined, hardness − mined
+simclr, again − simclr
 ot − simclr
+ot − simclr, again
 mined, ot − mined
 hard − simclr
 mined, hard − mined
