@@ -21,10 +21,11 @@ Symbols
                 of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
-    M           columns of the matrix of positives. With two or more views M is V − 1. With one view
-                it is P if positive_index (B, P) is given, and 0 if not. If labels name positives, N
-                more columns follow, one for each candidate. Of these N, those with another label
-                are masked. In formulas of one anchor M counts the entries that are not masked
+    M           columns of the matrix of positives (A, M), which can have masked entries. With two
+                or more views M is V − 1. With one view it is P if positive_index (B, P) is given,
+                and 0 if not. If labels name positives, every candidate has a column there, too, so
+                M grows by N. Of these N, those with another label are masked. In formulas of one
+                anchor M counts the entries that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -262,13 +263,11 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
-                    itself, pass log q⁺_i − log q_j (A, N) for `nce` in place of −log(K q_j). Here
-                    q⁺_i is the probability with which anchor i's positive was drawn into the batch,
-                    and q_j is that of candidate j. The positive was drawn, too. So e^p should be
-                    divided by K q⁺_i, and each e^s by K q_j, for a batch of K rows. `nce` is the
-                    log of a fraction. It does not change if its numerator and its denominator are
-                    multiplied by K q⁺_i. Then e^p has the factor 1, and e^s has the factor
-                    q⁺_i / q_j. The log of that factor is what you pass.
+                    itself, the positive was drawn, too. Let q⁺_i be the probability with which the
+                    positive of anchor i was drawn into a batch of K rows. Then `nce` should have
+                    e^p / (K q⁺_i) and e^s / (K q_j). It is the log of a fraction. So it does not
+                    change if all of these are multiplied by K q⁺_i. That leaves e^p alone, and
+                    gives e^s the factor q⁺_i / q_j. So pass log q⁺_i − log q_j (A, N).
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -525,7 +524,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("Your weights= gets logits of a block. A fixed matrix goes in log_weights=.")
+        error.add_note("weights= may get a few anchors only. A fixed matrix goes in log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -804,7 +803,10 @@ class _Anchors(NamedTuple):
 class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
     function takes it from elsewhere, its gradient would be missing in blocks. `_run_blocks` sees
-    that, and the whole batch is computed in one go."""
+    that, and the whole batch is computed in one go. A new argument with an entry for each sample or
+    candidate does as `labels` does. `_line_up` repeats it for all views, gathers it in a batch, and
+    takes its last K entries with `negatives`. `_check_call` and `_check_negatives` check it. Add it
+    to VARIANTS and DRAWN of the tests."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -829,9 +831,9 @@ class _Shared(NamedTuple):
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
-# A row of `negatives` is a column of the matrix. To keep the table short, its lines with
-# `negatives` leave out ppcl, which is an objective. In each of these lines, labels with ppcl make
-# the rows of the sample's label positives. They come besides those that the line names.
+# A row of `negatives` is a column of the matrix. Each line with `negatives` may have labels, too.
+# With the objective ppcl, the rows of the sample's label are then positives besides those of the
+# line.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1068,12 +1070,13 @@ def sinkhorn(
     take many steps, too.
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
-    # limit. A step multiplies its length by up to μ², where μ is the second singular value of √(AN)
-    # P. A symmetric step multiplies the component of e along an eigenvector of A·P, with eigenvalue
-    # λ, by (λ² − λ)/2. This factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1.
-    # With two groups λ = −1 occurs, and the component of e along its eigenvector never shrinks.
-    # That component does no harm. It is +c on one group and −c on the other. So it cancels in f_i +
-    # g_j, where i and j are of different groups.
+    # limit. A step multiplies its length by up to μ², where μ is the second singular value of the
+    # matrix √(AN)·P. In a symmetric step the new f has the error −λe along an eigenvector of A·P
+    # with the eigenvalue λ, and the new g has λ²e. So their mean has (λ² − λ)/2 times e. This
+    # factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With two groups λ = −1
+    # occurs, and the component of e along its eigenvector never shrinks. That component does no
+    # harm. It is +c on one group and −c on the other. So it cancels in f_i + g_j, where i and j are
+    # of different groups.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1294,12 +1297,12 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass `gather` alone communicates. It does so for the candidates, and for g if
 #     weights are not detached. For each call of `gather`, all ranks have to run its backward pass,
-#     or none. With blocks it always runs. Each field of `_Anchors` and `_Shared` that requires a
-#     gradient is an input of `_Summed` or `_Single`. Without blocks it runs if the loss of this
-#     rank used the field.
+#     or none. With blocks that backward pass always runs, because each field of `_Anchors` and
+#     `_Shared` that requires a gradient is an input of `_Summed` or `_Single`. Without blocks it
+#     runs only if the loss of this rank used the field.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
 #     it in `answer` in every call, whatever values it has. If it belongs to candidates, gather it
-#     in `_line_up` first. A tensor with a row for each anchor is not gathered.
+#     in `_line_up` first. A tensor with a row for each anchor is gathered by `_couple` alone.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -2565,8 +2568,8 @@ class DiffHard(SimCLR):
     #     turn that ascends      clears       fills, by the encoder's loss       ascends; imitates
     #     turn without ascent    clears       nothing                            imitates
     #     the game alone         nothing      nothing                            imitates
-    # `imitate` clears them, fills them with the gradient of G's own loss, and descends. Numbers are
-    # drawn in this order, for latents, for views, and for latents of `imitate`.
+    # `imitate` clears the gradients of G, fills them with those of G's own loss, and descends.
+    # Numbers are drawn in this order, for latents, for views, and for latents of `imitate`.
     def step(self, encoder, images, index, generator, return_stats=False, **options):
         game = self.game.train()
         real = _floats(images)
@@ -2599,7 +2602,8 @@ class DiffHard(SimCLR):
         ascends, real, generator, read = self.turn
         if ascends:
             ascent = self.game.optimizers["ascent"]
-            # a mean, as for the encoder, since `_over_ranks` has multiplied the loss
+            # Average G's gradients over ranks, as those of the encoder are. `_over_ranks` gave the
+            # backward pass R times the loss of this rank.
             _average(_gradients(ascent), self.group)
             ascent.step()  # Eq. 4
         self.game.follow()  # Eq. 7
