@@ -93,8 +93,8 @@ INF = math.inf
 
 # loss: weights, objective, τ⁺. A None in this table stands for 1 / (N_i + 1).
 # To add a loss, add its row here and in PRESETS of reference_numpy.py. TestContrastiveLoss and most
-# other tests go through all rows. TestStatistics has return_stats, and TestContrastiveLossModule
-# the module.
+# other tests go through all rows. TestStatistics tests return_stats, and
+# TestContrastiveLossModule tests the module.
 PRESETS = {
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
@@ -263,11 +263,11 @@ def contrastive_loss(
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
-                    itself, the positive was drawn, too. Let q⁺_i be the probability with which the
-                    positive of anchor i was drawn into a batch of K rows. Then `nce` should have
-                    e^p / (K q⁺_i) and e^s / (K q_j). It is the log of a fraction. So it does not
-                    change if all of these are multiplied by K q⁺_i. That leaves e^p alone, and
-                    gives e^s the factor q⁺_i / q_j. So pass log q⁺_i − log q_j (A, N).
+                    itself, the positive was drawn, too. Let q⁺_i be the probability that a draw
+                    gives the positive of anchor i. With n draws `nce` should have e^p / (n q⁺_i)
+                    and e^s / (n q_j). It is the log of a fraction. So it does not change if all of
+                    these are multiplied by n q⁺_i. That leaves e^p alone, and gives e^s the factor
+                    q⁺_i / q_j. So pass log q⁺_i − log q_j (A, N).
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -335,7 +335,7 @@ def answer(anchors, shared, options):
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
     if shared.plain:
         n = neg.new_full(neg.shape[:1], shared.n - anchors.own.shape[1])  # N_i (a,)
-    else:  # this takes a pass over neg
+    else:  # count what is not masked, see section 2; this takes a pass over neg
         n = (neg > FAR).sum(1).to(neg.dtype)
 
     # 2. How much does each one count?
@@ -386,6 +386,22 @@ class ContrastiveLoss(nn.Module):
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
+
+# The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
+# Everything below FAR counts as masked. With unit rows and options within their limits, what counts
+# stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
+# of your own, you see to that.
+# Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
+# masked logit is still the product of two embeddings, and a gradient that arrives there would move
+# them. No gradient arrives if each path from a masked logit to the loss goes through a function
+# whose gradient at that entry is exactly 0. There are three kinds of such functions.
+#   - a softmax in a row that is not all masked; `log_sum` and `_mean` have one
+#   - a masked_fill on a copy
+#   - a clamp
+# Section 3 says what an objective does with a row that is all masked.
+MASKED, FAR = -1e30, -1e20
+
+
 # A rule maps logits (a, any number) to log weights of the same shape. Its parameters are filled in
 # by name. They can be
 #     logits      the logits to weigh, those of candidates, or those of positives, whose weights
@@ -422,20 +438,6 @@ class ContrastiveLoss(nn.Module):
 # WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
 # included. TestRows checks most points of the list.
 # TestContrastiveLoss fails if the result is not symmetric, or if a masked logit gets a gradient.
-
-# The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
-# Everything below FAR counts as masked. With unit rows and options within their limits, what counts
-# stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
-# of your own, you see to that.
-# Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
-# masked logit is still the product of two embeddings, and a gradient that arrives there would move
-# them. No gradient arrives if each path from a masked logit to the loss goes through a function
-# whose gradient at that entry is exactly 0. There are three kinds of such functions.
-#   - a softmax in a row that is not all masked; `log_sum` and `_mean` have one
-#   - a masked_fill on a copy
-#   - a clamp
-# Section 3 says what an objective does with a row that is all masked.
-MASKED, FAR = -1e30, -1e20
 
 
 def uniform(logits: Tensor) -> Tensor:
@@ -742,8 +744,8 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. The results are
-    the debiased log_negatives (a,), and a boolean tensor (a,). That is True for an anchor with
-    negatives where the floor of `published` applies."""
+    the debiased log_negatives (a,), and a boolean tensor (a,). It is True where the floor of
+    `published` applies and the anchor has negatives."""
     if log_w_pos is None:
         log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
     else:
@@ -1297,12 +1299,14 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass `gather` alone communicates. It does so for the candidates, and for g if
 #     weights are not detached. For each call of `gather`, all ranks have to run its backward pass,
-#     or none. With blocks that backward pass always runs, because each field of `_Anchors` and
-#     `_Shared` that requires a gradient is an input of `_Summed` or `_Single`. Without blocks it
-#     runs only if the loss of this rank used the field.
+#     or none. These are the calls whose result reaches a field of `_Anchors` or `_Shared` with a
+#     gradient. With blocks their backward passes always run, because each such field is an input
+#     of `_Summed` or `_Single`. Without blocks one runs if the loss of this rank used the field.
+#     The other calls, in `_couple`, never run one, see there.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
 #     it in `answer` in every call, whatever values it has. If it belongs to candidates, gather it
-#     in `_line_up` first. A tensor with a row for each anchor is gathered by `_couple` alone.
+#     in `_line_up` first. Do not gather a tensor with a row for each anchor there. `_couple`
+#     gathers a copy of its own, and says what that asks of a field with a gradient.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1335,8 +1339,8 @@ def _evaluate(anchors, shared, group, options):
         _warn_of(lacking, n_anchors, options)
     if options["reduction"] == "none":
         return value
-    # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
-    # with a positive.
+    # In blocks value can be a sum already, and sum() leaves it as it is. count is the number of
+    # anchors with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
     if group is not None:
         value, count = _over_ranks(value, count, group)
