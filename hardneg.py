@@ -256,18 +256,19 @@ def contrastive_loss(
                     that entry i names are never candidates of anchor i. With two or more views the
                     index does no more than that. The positives are the other views. If there is a
                     single view, these rows are its positives.
-    negative_mask   (A, N) or (N,), True where a candidate may be a negative. Masked rows have to be
-                    finite, too. Labels can still make them positives.
+    negative_mask   (A, N) or (N,), True where a candidate may be a negative. The embeddings of
+                    masked candidates have to be finite, too. Labels can still make a masked
+                    candidate a positive.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
                     the K rows estimates the sum over all rows. If the candidates are the batch
                     itself, the positive was drawn, too. Let q⁺_i be the probability that a draw
-                    gives the positive of anchor i. With n draws `nce` should have e^p / (n q⁺_i)
-                    and e^s / (n q_j). It is the log of a fraction. So it does not change if all of
-                    these are multiplied by n q⁺_i. That leaves e^p alone, and gives e^s the factor
-                    q⁺_i / q_j. So pass log q⁺_i − log q_j (A, N).
+                    gives the positive of anchor i. With n draws, the terms of `nce` should be
+                    e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a quotient of such terms.
+                    So it does not change if all terms are multiplied by n q⁺_i. That leaves e^p
+                    alone, and gives e^s the factor q⁺_i / q_j. So pass log q⁺_i − log q_j (A, N).
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -404,8 +405,8 @@ MASKED, FAR = -1e30, -1e20
 
 # A rule maps logits (a, any number) to log weights of the same shape. Its parameters are filled in
 # by name. They can be
-#     logits      the logits to weigh, those of candidates, or those of positives, whose weights
-#                 debiasing needs
+#     logits      the logits to weigh. They are those of candidates. In a second call, which
+#                 debiasing makes, they are those of positives
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
@@ -706,7 +707,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # of Σ_j w_j. In the code log E is log_negatives − log_total. These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
-#     too near a positive      finite    finite   the floor             finite      finite
+#     with too little left     finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
 #     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
@@ -806,9 +807,9 @@ class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
     function takes it from elsewhere, its gradient would be missing in blocks. `_run_blocks` sees
     that, and the whole batch is computed in one go. A new argument with an entry for each sample or
-    candidate does as `labels` does. `_line_up` repeats it for all views, gathers it in a batch, and
-    takes its last K entries with `negatives`. `_check_call` and `_check_negatives` check it. Add it
-    to VARIANTS and DRAWN of the tests."""
+    candidate is treated as `labels` is. In `_line_up` repeat it for all views. Without `negatives`
+    gather it over ranks there, and with `negatives` take its last K entries. `_check_call` and
+    `_check_negatives` check it. Add it to VARIANTS and DRAWN of the tests."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -1073,12 +1074,12 @@ def sinkhorn(
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
     # limit. A step multiplies its length by up to μ², where μ is the second singular value of the
-    # matrix √(AN)·P. In a symmetric step the new f has the error −λe along an eigenvector of A·P
-    # with the eigenvalue λ, and the new g has λ²e. So their mean has (λ² − λ)/2 times e. This
-    # factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With two groups λ = −1
-    # occurs, and the component of e along its eigenvector never shrinks. That component does no
-    # harm. It is +c on one group and −c on the other. So it cancels in f_i + g_j, where i and j are
-    # of different groups.
+    # matrix √(AN)·P. Before a symmetric step f = g, so both have the error e. Take its component
+    # along an eigenvector of A·P with the eigenvalue λ. The new f has −λ times this component, and
+    # the new g has λ² times it. So their mean has (λ² − λ)/2 times it. This factor is within ±1/8
+    # for λ from −0.2 to 1, and nears 1 for λ near −1. With two groups λ = −1 occurs, and that
+    # component never shrinks. It does no harm. It is +c on one group and −c on the other. So it
+    # cancels in f_i + g_j, where i and j are of different groups.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1143,18 +1144,9 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # Below, `gather` is called for each field. For each of these calls either all ranks must run
-    # its backward pass, or none, as section 7 explains. What happens is this.
-    #   - If weights are detached, none runs, as the kernel below has no graph.
-    #   - If weights are not detached, all ranks run the backward pass of the `gather` of `scaled`.
-    #     g is computed from `scaled`, and the losses of all ranks use g, as a rule that takes the
-    #     potential adds it.
-    #   - The backward pass of the `gather` of `pos` never runs, as `_mask_` alone reads pos here,
-    #     under no_grad.
-    #   - The other fields have no gradient. The field `negatives` would have one. But it is filled
-    #     only by negatives (B, K, D), which are an error with such a rule. A new field that has a
-    #     gradient must enter g on all ranks, or on none.
-    # TestGather has detached weights and others, with blocks and without.
+    # Below, `gather` is called for each field. The table at the head of section 7 says which of
+    # these calls run a backward pass. TestGather has detached weights and others, with blocks and
+    # without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1297,16 +1289,23 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
-#   - In the backward pass `gather` alone communicates. It does so for the candidates, and for g if
-#     weights are not detached. For each call of `gather`, all ranks have to run its backward pass,
-#     or none. These are the calls whose result reaches a field of `_Anchors` or `_Shared` with a
-#     gradient. With blocks their backward passes always run, because each such field is an input
-#     of `_Summed` or `_Single`. Without blocks one runs if the loss of this rank used the field.
-#     The other calls, in `_couple`, never run one, see there.
+#   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
+#     the backward pass, or none does. This table has all calls.
+#         `gather` of               in            its backward pass runs
+#         candidates                `_line_up`    on all ranks
+#         labels of candidates      `_line_up`    never, as they have no gradient
+#         `scaled`                  `_couple`     on all ranks, through g; if weights are detached,
+#                                                 never, as the kernel has no graph
+#         `pos`                     `_couple`     never, as `_mask_` alone reads it, under no_grad
+#         other fields              `_couple`     never, as they have no gradient
+#     With blocks a backward pass runs on all ranks, because each field of `_Anchors` and `_Shared`
+#     with a gradient is an input of `_Summed` or `_Single`. Without blocks it does, because
+#     `answer` uses the same fields on all ranks. So all graphs are alike, and these passes run in
+#     the same order.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
-#     it in `answer` in every call, whatever values it has. If it belongs to candidates, gather it
-#     in `_line_up` first. Do not gather a tensor with a row for each anchor there. `_couple`
-#     gathers a copy of its own, and says what that asks of a field with a gradient.
+#     it in `answer` in every call, whatever values it has. If it has a row for each candidate,
+#     gather it in `_line_up`. If it has a row for each anchor, do not gather it, as `_couple` does.
+#     Then the kernel there must use it on all ranks, or on none. Add a line to this table.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
