@@ -1290,7 +1290,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
-#     the backward pass, or none does. This table has all calls.
+#     the backward pass, or none does. This table has all calls but those of checks, which have no
+#     gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks
 #         labels of candidates      `_line_up`    never, as they have no gradient
