@@ -125,7 +125,7 @@ class Options(TypedDict, total=False):
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
     # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
     # high is an int, the numbers have to be whole. An entry can name a table that comes later in
-    # this file, such as WEIGHTS. Python looks at the entries only in section 8.
+    # this file, such as WEIGHTS. Python keeps entries as text, and section 8 evaluates them.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -221,11 +221,11 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
-        2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, is not cut. With
-        blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks change a result by
-        rounding only. In blocks a loss has no second derivatives. If a function of yours has
-        parameters that learn, or under torch.func, all anchors are computed in one go. The coupling
-        of `transported` has blocks of its own.""",
+        2^25, but 64 anchors at least. A batch of up to a quarter of that does not go through
+        blocks. With blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
+        change a result by rounding only. In blocks a loss has no second derivatives. If a function
+        of yours has parameters that learn, or under torch.func, all anchors are computed in one go.
+        The coupling of `transported` has blocks of its own.""",
     ]
 
 
@@ -263,12 +263,14 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
-                    the K rows estimates the sum over all rows. If the candidates are the batch
-                    itself, the positive was drawn, too. Let q⁺_i be the probability that a draw
-                    gives the positive of anchor i. With n draws, the terms of `nce` should be
-                    e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a quotient of such terms.
-                    So it does not change if all terms are multiplied by n q⁺_i. That leaves e^p
-                    alone, and gives e^s the factor q⁺_i / q_j. So pass log q⁺_i − log q_j (A, N).
+                    the K rows estimates the sum over all rows. A second case
+                    has another answer. The candidates are the batch itself, whose samples were
+                    drawn, the positive too. For that, pass log q⁺_i − log q_j (A, N) with `nce`.
+                    Here q⁺_i is the probability that a draw gives the positive of anchor i. Why?
+                    With n draws, the terms of `nce` should be e^p / (n q⁺_i) and e^s / (n q_j).
+                    `nce` is the log of a quotient of such terms. So it does not change if all terms
+                    are multiplied by n q⁺_i. That leaves e^p alone, and gives e^s the factor
+                    q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -415,8 +417,8 @@ MASKED, FAR = -1e30, -1e20
 #     t           the temperature. Take this, not the option `temperature`. If the temperature is
 #                 learned, each block works on a copy of it, and t is that copy. A rule that takes
 #                 the option `temperature` uses the original, whose gradient the block would miss.
-#                 Section 7 sees that, and computes all anchors in one go, in the memory of A·N
-#                 numbers
+#                 The result is right, as section 7 sees that, and computes all anchors in one go.
+#                 But it takes the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -438,7 +440,8 @@ MASKED, FAR = -1e30, -1e20
 # to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
 # WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
 # included. TestRows checks most points of the list.
-# TestContrastiveLoss fails if the result is not symmetric, or if a masked logit gets a gradient.
+# TestContrastiveLoss fails if the matrix of a rule that takes the potential is not symmetric, or if
+# a masked logit gets a gradient.
 
 
 def uniform(logits: Tensor) -> Tensor:
@@ -475,8 +478,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α itself down. If α = 2/3 were rounded up, α · 3 would be just above 2, and 3
-    # candidates would be kept.
+    # 8. int() rounds α itself down. Then α · N falls short by less than 1, and its ceiling is
+    # right. If α = 2/3 were rounded up, α · 3 would be just above 2, and 3 would be kept.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -574,7 +577,7 @@ def weigh(pos, neg, n, anchors, shared, options):
     if options["tau_plus"] == 0:
         return log_w, None, None
     # The sum is N_i as long as the weights have mean 1. If you add something that changes them
-    # after they were scaled, name it in this condition. Then their sum is computed.
+    # after they were scaled, name it in the second line below. Then their sum is computed.
     log_total = log_n
     if options["mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
@@ -605,7 +608,8 @@ def _fill_in(function, given):
 #                    It is below FAR for an anchor without negatives. Only the objectives that take
 #                    it are debiased. The others ignore tau_plus
 #     neg, log_w     logits and log weights (a, N) of candidates, below FAR for what does not count.
-#                    A rule can drop a candidate in log_w alone, so look at both
+#                    What is masked in neg is masked in log_w, too, but a rule can drop more in
+#                    log_w alone. So log_w tells what counts
 #     t              the temperature; t · logits are cosines
 #     and any other option by its name.
 # What an objective must do:
@@ -713,11 +717,11 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
 #     without either           −1e30     −1e30    anything finite       −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
-# without negatives. Without candidates log_negatives is −2e30,
-# the sum of a masked logit and a masked log weight, and log_total is −1e30. If a rule drops all
-# candidates, both are about −1e30, and their difference is noise of rounding. `published` turns any
-# log E into a finite number with a finite gradient. So what it returns does not tell that an anchor
-# has no negatives, and log_total tells it. If you change `debias`, keep adding log_total after
+# without negatives. Without candidates log_negatives is −2e30, the sum of a masked logit and a
+# masked log weight, and log_total is −1e30. If a rule drops all candidates, both are about −1e30,
+# and their difference is noise, a rounding error of up to 1e23. `published` turns any log E into a
+# finite number with a finite gradient. So what it returns does not tell that an anchor has no
+# negatives, and log_total tells it. If you change `debias`, keep adding log_total after
 # `published`. Without positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
@@ -789,7 +793,10 @@ class _Anchors(NamedTuple):
     pos: Tensor  # (A, M), logits of the positives in other views. No entry may be MASKED. If this
     #              has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
-    #              are never candidates. If positives_by_index is True, they are its positives
+    #              are never candidates. If positives_by_index is True, they are its positives. In
+    #              a loss no column comes twice in a row, as `plain` counts them, and one that came
+    #              twice would be two positives. `_each_once` sees to that. In `mine` they may
+    #              come twice, as it takes only their maximum and masks them
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -807,9 +814,10 @@ class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
     function takes it from elsewhere, its gradient would be missing in blocks. `_run_blocks` sees
     that, and the whole batch is computed in one go. A new argument with an entry for each sample or
-    candidate is treated as `labels` is. In `_line_up` repeat it for all views. Without `negatives`
-    gather it over ranks there, and with `negatives` take its last K entries. `_check_call` and
-    `_check_negatives` check it. Add it to VARIANTS and DRAWN of the tests."""
+    candidate fills two fields, as `labels` does. That of `_Anchors` gets its first B entries,
+    repeated for all views. That of `_Shared` gets the same, gathered over ranks, or its last K
+    entries if `negatives` are given. `_check_call` and `_check_negatives` check it. Add it to
+    VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -834,9 +842,9 @@ class _Shared(NamedTuple):
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
-# A row of `negatives` is a column of the matrix. Each line with `negatives` may have labels, too.
-# With the objective ppcl, the rows of the sample's label are then positives besides those of the
-# line.
+# A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
+# With the objective ppcl, every line with `negatives` and labels has the rows of the sample's label
+# as positives, besides those that it names.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1073,13 +1081,14 @@ def sinkhorn(
     take many steps, too.
     Ref: [2] Eq. 5"""
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
-    # limit. A step multiplies its length by up to μ², where μ is the second singular value of the
-    # matrix √(AN)·P. Before a symmetric step f = g, so both have the error e. Take its component
-    # along an eigenvector of A·P with the eigenvalue λ. The new f has −λ times this component, and
-    # the new g has λ² times it. So their mean has (λ² − λ)/2 times it. This factor is within ±1/8
-    # for λ from −0.2 to 1, and nears 1 for λ near −1. With two groups λ = −1 occurs, and that
-    # component never shrinks. It does no harm. It is +c on one group and −c on the other. So it
-    # cancels in f_i + g_j, where i and j are of different groups.
+    # limit. A plain step multiplies the length of e by up to μ², where μ is the second singular
+    # value of the matrix √(AN)·P. A symmetric step begins with f = g, so both have the error e.
+    # Take the component of e along an eigenvector of A·P with the eigenvalue λ. The new f has −λ
+    # times this component, and the new g has λ² times it. So their mean has (λ² − λ)/2 times it.
+    # This factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With two groups
+    # λ = −1 occurs. Its factor is 1, so this component of the error never shrinks. The component
+    # does no harm. It is +c on one group and −c on the other. So it cancels in f_i + g_j, where i
+    # and j are of different groups.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1145,8 +1154,8 @@ def _stops(error, step, max_steps, tolerance):
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
     # Below, `gather` is called for each field. The table at the head of section 7 says which of
-    # these calls run a backward pass. TestGather has detached weights and others, with blocks and
-    # without.
+    # these calls run a backward pass. TestGather tries weights with a gradient and without, with
+    # blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
 
     def kernel_of(some):
@@ -1299,14 +1308,15 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #                                                 never, as the kernel has no graph
 #         `pos`                     `_couple`     never, as `_mask_` alone reads it, under no_grad
 #         other fields              `_couple`     never, as they have no gradient
-#     With blocks a backward pass runs on all ranks, because each field of `_Anchors` and `_Shared`
-#     with a gradient is an input of `_Summed` or `_Single`. Without blocks it does, because
-#     `answer` uses the same fields on all ranks. So all graphs are alike, and these passes run in
-#     the same order.
+#     Why does it run on all ranks? With blocks, because each field of `_Anchors` and `_Shared` with
+#     a gradient is an input of `_Summed` or `_Single`. Without blocks, because `answer` uses the
+#     same fields on all ranks. So all graphs are alike, and these passes run in the same order.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
 #     it in `answer` in every call, whatever values it has. If it has a row for each candidate,
-#     gather it in `_line_up`. If it has a row for each anchor, do not gather it, as `_couple` does.
-#     Then the kernel there must use it on all ranks, or on none. Add a line to this table.
+#     gather it in `_line_up`. If it has a row for each anchor, leave that to `_couple`, which
+#     gathers every field of `_Anchors`. `kernel_of` in `_couple` must then use it on all ranks, or
+#     on none. Add a line to this table, and a variant with a gradient to VARIANTS of the tests, as
+#     TestGather sees nothing else.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1479,7 +1489,8 @@ class _Summed(torch.autograd.Function):
         _only_once()
         # A gradient is None if no block used the input. TestGather has such a loss. Autograd still
         # runs the backward pass of the `gather` that made the input, with zeros in place of None.
-        # So keep such an input in `inputs`, or other ranks would wait.
+        # Do not leave such an input out of `inputs`. This rank would skip that backward pass, in
+        # which the others wait.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
