@@ -124,7 +124,8 @@ class Options(TypedDict, total=False):
 
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
     # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
-    # high is an int, the numbers have to be whole. An entry can name a table that comes later in
+    # high is an int, the numbers have to be whole. The name must not be one of the parameters that
+    # sections 2 and 3 list, or `mean` or `by_label`. An entry can name a table that comes later in
     # this file, such as WEIGHTS. Python keeps entries as text, and section 8 evaluates them.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
@@ -221,7 +222,7 @@ class Options(TypedDict, total=False):
         None,
         [0, 2**40],
         """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
-        2^25, but 64 anchors at least. A batch of up to a quarter of that does not go through
+        2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, is not cut into
         blocks. With blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
         change a result by rounding only. In blocks a loss has no second derivatives. If a function
         of yours has parameters that learn, or under torch.func, all anchors are computed in one go.
@@ -263,14 +264,13 @@ def contrastive_loss(
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
                     candidates were drawn. Suppose K rows were drawn with replacement, and row j has
                     the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
-                    the K rows estimates the sum over all rows. A second case
-                    has another answer. The candidates are the batch itself, whose samples were
-                    drawn, the positive too. For that, pass log q⁺_i − log q_j (A, N) with `nce`.
-                    Here q⁺_i is the probability that a draw gives the positive of anchor i. Why?
-                    With n draws, the terms of `nce` should be e^p / (n q⁺_i) and e^s / (n q_j).
-                    `nce` is the log of a quotient of such terms. So it does not change if all terms
-                    are multiplied by n q⁺_i. That leaves e^p alone, and gives e^s the factor
-                    q⁺_i / q_j.
+                    the K rows estimates the sum over all rows. In the second
+                    case there are no `negatives`, and sample j came into the batch with the
+                    probability q_j. Then pass log q⁺_i − log q_j (A, N), with `nce`. Here q⁺_i is
+                    that of the positive of anchor i, which was drawn as well. Why? With n draws,
+                    the terms of `nce` should be e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log
+                    of a quotient of such terms. So it does not change if all terms are multiplied
+                    by n q⁺_i. That leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -417,7 +417,8 @@ MASKED, FAR = -1e30, -1e20
 #     t           the temperature. Take this, not the option `temperature`. If the temperature is
 #                 learned, each block works on a copy of it, and t is that copy. A rule that takes
 #                 the option `temperature` uses the original, whose gradient the block would miss.
-#                 The result is right, as section 7 sees that, and computes all anchors in one go.
+#                 The result is still right, because section 7 notices this, and computes all
+#                 anchors in one go.
 #                 But it takes the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
@@ -478,8 +479,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α itself down. Then α · N falls short by less than 1, and its ceiling is
-    # right. If α = 2/3 were rounded up, α · 3 would be just above 2, and 3 would be kept.
+    # 8. int() rounds α itself down. If α is meant as k / N, α · N is then above k − 1 and at most
+    # k, so its ceiling is k. Rounded up, 2/3 of 3 candidates would be just above 2, and 3 be kept.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -530,7 +531,9 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights= may get a few anchors only. A fixed matrix goes in log_weights=.")
+        error.add_note(
+            "weights= sees a block of anchors at a time. Pass fixed ones as log_weights=."
+        )
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -790,13 +793,14 @@ class _Anchors(NamedTuple):
     to VARIANTS of the tests, so that TestGather compares it."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
-    pos: Tensor  # (A, M), logits of the positives in other views. No entry may be MASKED. If this
-    #              has a column, `answer` assumes that every anchor has a positive
+    pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
+    #              those by index or label. No entry here may be MASKED. If this has a column,
+    #              `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives. In
-    #              a loss no column comes twice in a row, as `plain` counts them, and one that came
-    #              twice would be two positives. `_each_once` sees to that. In `mine` they may
-    #              come twice, as it takes only their maximum and masks them
+    #              a loss the entries of a row are distinct, apart from −1, see `_each_once`. If
+    #              `plain` is True, `answer` takes own.shape[1] for the number of masked columns.
+    #              As positives, a repeated entry would count as two. In `mine` entries may repeat
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -814,10 +818,10 @@ class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
     function takes it from elsewhere, its gradient would be missing in blocks. `_run_blocks` sees
     that, and the whole batch is computed in one go. A new argument with an entry for each sample or
-    candidate fills two fields, as `labels` does. That of `_Anchors` gets its first B entries,
-    repeated for all views. That of `_Shared` gets the same, gathered over ranks, or its last K
-    entries if `negatives` are given. `_check_call` and `_check_negatives` check it. Add it to
-    VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
+    candidate fills two fields, as `labels` does. The field of `_Anchors` holds the argument's first
+    B entries, repeated for all views. The field of `_Shared` holds these, gathered over ranks, or,
+    with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check it.
+    Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -844,7 +848,7 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl, every line with `negatives` and labels has the rows of the sample's label
-# as positives, besides those that it names.
+# as positives, in addition to the positives that the table lists.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1083,12 +1087,12 @@ def sinkhorn(
     # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
     # limit. A plain step multiplies the length of e by up to μ², where μ is the second singular
     # value of the matrix √(AN)·P. A symmetric step begins with f = g, so both have the error e.
-    # Take the component of e along an eigenvector of A·P with the eigenvalue λ. The new f has −λ
-    # times this component, and the new g has λ² times it. So their mean has (λ² − λ)/2 times it.
-    # This factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ near −1. With two groups
-    # λ = −1 occurs. Its factor is 1, so this component of the error never shrinks. The component
-    # does no harm. It is +c on one group and −c on the other. So it cancels in f_i + g_j, where i
-    # and j are of different groups.
+    # Take the component of e along an eigenvector of A·P with the eigenvalue λ. The new f, from the
+    # old g, has −λ times this component. The new g, from the new f, has λ² times it. So their mean
+    # has (λ² − λ)/2 times it. This factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ
+    # near −1. With two groups λ = −1 occurs. Its factor is 1, so this component of the error never
+    # shrinks. The component does no harm. It is +c on one group and −c on the other. So it cancels
+    # in f_i + g_j, where i and j are of different groups.
     # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
     _check_number("max_steps", max_steps, 1)
     f = g = None
@@ -1153,7 +1157,7 @@ def _stops(error, step, max_steps, tolerance):
 
 def _couple(anchors, shared, group, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # Below, `gather` is called for each field. The table at the head of section 7 says which of
+    # Below, `gather` is called for each field. The table above `_over_ranks` says which of
     # these calls run a backward pass. TestGather tries weights with a gradient and without, with
     # blocks and without.
     anchors = _Anchors._make(gather(x, group) for x in anchors)
@@ -1294,45 +1298,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
-# `_run_blocks` and `answer` never communicate between ranks. With a group there are three rules.
-#   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
-#     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
-#     "none". All ranks use the same options, and reach these in the same order.
-#   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
-#     the backward pass, or none does. This table has all calls but those of checks, which have no
-#     gradient.
-#         `gather` of               in            its backward pass runs
-#         candidates                `_line_up`    on all ranks
-#         labels of candidates      `_line_up`    never, as they have no gradient
-#         `scaled`                  `_couple`     on all ranks, through g; if weights are detached,
-#                                                 never, as the kernel has no graph
-#         `pos`                     `_couple`     never, as `_mask_` alone reads it, under no_grad
-#         other fields              `_couple`     never, as they have no gradient
-#     Why does it run on all ranks? With blocks, because each field of `_Anchors` and `_Shared` with
-#     a gradient is an input of `_Summed` or `_Single`. Without blocks, because `answer` uses the
-#     same fields on all ranks. So all graphs are alike, and these passes run in the same order.
-#   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
-#     it in `answer` in every call, whatever values it has. If it has a row for each candidate,
-#     gather it in `_line_up`. If it has a row for each anchor, leave that to `_couple`, which
-#     gathers every field of `_Anchors`. `kernel_of` in `_couple` must then use it on all ranks, or
-#     on none. Add a line to this table, and a variant with a gradient to VARIANTS of the tests, as
-#     TestGather sees nothing else.
-# If a rank does not reach one of these communications, the others wait for it, and TestGather fails
-# after a while.
-# How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
-# the anchors of rank r.
-#   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
-#     have a positive. Each rank returns it.
-#   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
-#     gradients over ranks in its backward pass.
-#   - DDP, or `_average` in section 10, then takes the mean over ranks. This divides by R. To undo
-#     that, `_over_ranks` gives the backward pass R · L_r.
-#   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
-#     is the mean over all anchors already, so nothing is multiplied.
-# A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
-# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
-# that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
-# have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
+# What a change has to keep with several ranks stands above `_over_ranks`.
 
 
 def _evaluate(anchors, shared, group, options):
@@ -1487,10 +1453,10 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # A gradient is None if no block used the input. TestGather has such a loss. Autograd still
-        # runs the backward pass of the `gather` that made the input, with zeros in place of None.
-        # Do not leave such an input out of `inputs`. This rank would skip that backward pass, in
-        # which the others wait.
+        # A gradient is None if no block of this rank used the input. TestGather has such a loss, by
+        # a function of the user's. Autograd still runs the backward pass of the `gather` that made
+        # the input, with zeros in place of None. Do not leave such an input out of `inputs`. This
+        # rank would skip that backward pass, in which the others wait.
         return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
 
 
@@ -1530,9 +1496,53 @@ def _uncompiled(function, *arguments):
     return function(*arguments)
 
 
+# Ranks. `_run_blocks` and `answer` never communicate between ranks. With a group there are three
+# rules.
+#   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
+#     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
+#     "none". All ranks use the same options, and reach these in the same order.
+#   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
+#     the backward pass, or none does. This table has all calls but those of checks, which have no
+#     gradient.
+#         `gather` of               in            its backward pass runs
+#         candidates                `_line_up`    on all ranks
+#         labels of candidates      `_line_up`    never, as they have no gradient
+#         `scaled`                  `_couple`     on all ranks, through g; if weights are detached,
+#                                                 never, as the kernel has no graph
+#         `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
+#                                                 pos, and `_mask_` reads it under no_grad
+#         other fields              `_couple`     never, as they have no gradient
+#     Why do those of the first and the third line run on all ranks? With blocks, because each field
+#     of `_Anchors` and `_Shared` with a gradient is an input of `_Summed` or `_Single`. Without
+#     blocks, because `answer` uses the same fields on all ranks. So all graphs are alike, and these
+#     passes run in the same order.
+#   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
+#     it in `answer` in every call, whatever values it has. If it has a row for each candidate,
+#     gather it in `_line_up`. If it has a row for each anchor, leave that to `_couple`, which
+#     gathers every field of `_Anchors`. `kernel_of` in `_couple` must then use it on all ranks, or
+#     on none. Add a line to this table, and a variant with a gradient to VARIANTS of the tests, as
+#     TestGather sees nothing else.
+# If a rank does not reach one of these communications, the others wait for it, and TestGather fails
+# after a while.
+# How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
+# the anchors of rank r.
+#   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
+#     have a positive. Each rank returns it.
+#   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
+#     gradients over ranks in its backward pass.
+#   - DDP, or `_average` in section 10, then takes the mean over ranks. This divides by R. To undo
+#     that, `_over_ranks` gives the backward pass R · L_r.
+#   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
+#     is the mean over all anchors already, so nothing is multiplied.
+# A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
+# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
+# that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
+# have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
+
+
 def _over_ranks(value, count, group):
-    """Sum a value L_r and a count over ranks. The gradient is that of R · L_r, for R ranks, as the
-    head of this section explains."""
+    """Sum a value L_r and a count over ranks. The gradient is that of R · L_r, for R ranks, as
+    explained above."""
     totals = torch.stack([value.detach(), torch.zeros_like(value) + count])
     distributed.all_reduce(totals, group=group)
     scaled = distributed.get_world_size(group) * value
@@ -1543,7 +1553,7 @@ class _Gather(torch.autograd.Function):
     """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
     As both passes communicate, all ranks must make the same calls in the same order. In each call
     the tensors of all ranks have the same shape and the same requires_grad. All ranks run the
-    backward pass, or none does, see the head of this section."""
+    backward pass, or none does, see the table above."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -2247,7 +2257,8 @@ def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
 # All networks stay in train mode. There each forward pass changes the state of spectral norms and
 # of BatchNorm. So if you reorder, add or drop a pass, a seed gives another run. TestGame writes
 # Algorithm 1 of [3] in a few lines. It compares a whole step with these lines. It covers the
-# ascent, the follower, and the turn of G and D.
+# ascent, the follower, and the turn of G and D. It also tests shapes, channels and spectral norms
+# of the networks.
 
 
 class _Residual(nn.Module):
@@ -2322,6 +2333,7 @@ class Discriminator(nn.Module):
     def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
         widths = _widths(size, width)
+        # for size 32 and width w: 3 → w (side 16), w → 2w (8), 2w → 4w (4), 4w → 4w (4)
         blocks = [_down(3, widths[0], first=True)]
         blocks += [_down(before, after) for before, after in pairwise(widths[:-1])]
         blocks.append(_down(widths[-2], widths[-1], last=True))
@@ -2418,8 +2430,8 @@ class Game(nn.Module):
         read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
 
         The result is a dict of d_loss and g_loss. A loss that is not finite raises
-        FloatingPointError. Ref: [3] Eq. 5. [3] does not define f_G in its loss,
-        so g_loss is that of [9]"""
+        FloatingPointError. Ref: [3] Eq. 5, which has a function f_G that [3] does not define. So
+        g_loss is that of [9]"""
         ranks = 1 if group is None else distributed.get_world_size(group)
         images = _floats(images[: max(1, self.batch_size // ranks)])
         fake = self.G(self.latents(len(images), generator))
@@ -2472,7 +2484,8 @@ class Game(nn.Module):
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
-#     their gradients, averages these over ranks, and steps the optimizers, as DiffHard does.
+#     their gradients before the backward pass. After it, it averages them over ranks, and steps the
+#     optimizers, as DiffHard does.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.

@@ -68,7 +68,7 @@ def table_of(found: dict[str, list]) -> str:
     rows["raw pixels"] = [some[0]["raw"]]
     lines = report.cells(rows)
     if len(some) > 1 and len(found) > 1 and some[0]["linear"] is not None:
-        baseline = next(name for name in ("simclr", "SimCLR", *found) if name in found)
+        baseline = next(name for name in ["simclr", "SimCLR"] + list(found) if name in found)
         lines[0].append(f"linear, over `{baseline}`")
         for line, name in itertools.zip_longest(lines[1:], found):
             gap = ""

@@ -17,7 +17,9 @@ from torch import distributed
 
 def count() -> int:
     """Return the number of ranks."""
-    return distributed.get_world_size() if distributed.is_initialized() else 1
+    if distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
 
 
 def is_first() -> bool:
