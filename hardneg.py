@@ -532,7 +532,7 @@ def own_rule(logits, weights):
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
         error.add_note(
-            "weights= sees a block of anchors at a time. Pass fixed ones as log_weights=."
+            "weights= gets a block of anchors at a time. A matrix goes in log_weights=."
         )
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
