@@ -531,9 +531,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note(
-            "weights= gets a block of anchors at a time. A matrix goes in log_weights=."
-        )
+        error.add_note("weights= gets a block of anchors at a time. A matrix goes in log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
