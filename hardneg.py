@@ -968,8 +968,8 @@ def who(anchors, shared, options):
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
 # i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
-# `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is wrong. If you forget
-# `symmetric`, Sinkhorn does not converge. With the new entry in DRAWN the tests fail in both cases.
+# `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is wrong, and with the new entry
+# in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn does not converge, and warns of it.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
