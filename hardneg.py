@@ -93,8 +93,8 @@ INF = math.inf
 
 # loss: weights, objective, τ⁺. A None in this table stands for 1 / (N_i + 1).
 # To add a loss, add its row here and in PRESETS of reference_numpy.py. TestContrastiveLoss and most
-# other tests go through all rows. TestStatistics tests return_stats, and
-# TestContrastiveLossModule tests the module.
+# other tests go through all rows. TestStatistics tests return_stats, and TestContrastiveLossModule
+# tests the module.
 PRESETS = {
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
@@ -262,15 +262,16 @@ def contrastive_loss(
                     candidate a positive.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
                     and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
-                    candidates were drawn. Suppose K rows were drawn with replacement, and row j has
-                    the probability q_j. Pass −log(K q_j). Then with uniform weights the sum over
-                    the K rows estimates the sum over all rows. In the second
-                    case there are no `negatives`, and sample j came into the batch with the
-                    probability q_j. Then pass log q⁺_i − log q_j (A, N), with `nce`. Here q⁺_i is
-                    that of the positive of anchor i, which was drawn as well. Why? With n draws,
-                    the terms of `nce` should be e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log
-                    of a quotient of such terms. So it does not change if all terms are multiplied
-                    by n q⁺_i. That leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
+                    candidates were drawn. There are two cases.
+                    1. K rows of `negatives` were drawn with replacement, row j with the probability
+                    q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
+                    estimates the sum over all rows.
+                    2. There are no `negatives`, and sample j came into the batch with the
+                    probability q_j. Pass log q⁺_i − log q_j (A, N), with `nce`. Here q⁺_i is that
+                    of the positive of anchor i, which was drawn as well. With n draws, the terms of
+                    `nce` should be e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a quotient
+                    of such terms. So it does not change if all terms are multiplied by n q⁺_i. That
+                    leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -331,9 +332,10 @@ class _Answers(NamedTuple):
 def answer(anchors, shared, options):
     """Answer the three questions for some anchors. The answers for an anchor use its row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice.
-    `_statistics` calls it, too. So it keeps no state, draws no numbers, and does not communicate
-    between ranks. Which tensors it uses may depend on shapes and options, but not on the numbers in
-    a tensor. These differ between ranks, and section 7 says why that matters."""
+    `_statistics` calls it, too. So `answer`, and all that it calls, keeps no state, draws no
+    numbers, and does not communicate between ranks. Which tensors it uses may depend on shapes and
+    options, but not on the numbers in a tensor. These differ between ranks, and section 7 says why
+    that matters."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
     if shared.plain:
@@ -418,8 +420,7 @@ MASKED, FAR = -1e30, -1e20
 #                 learned, each block works on a copy of it, and t is that copy. A rule that takes
 #                 the option `temperature` uses the original, whose gradient the block would miss.
 #                 The result is still right, because section 7 notices this, and computes all
-#                 anchors in one go.
-#                 But it takes the memory of A·N numbers
+#                 anchors in one go. But it takes the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -480,7 +481,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
     # 8. int() rounds α itself down. If α is meant as k / N, α · N is then above k − 1 and at most
-    # k, so its ceiling is k. Rounded up, 2/3 of 3 candidates would be just above 2, and 3 be kept.
+    # k, so its ceiling is k. Rounded up, 2/3 of 3 candidates is just above 2, and keeps 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -1082,16 +1083,7 @@ def sinkhorn(
     and their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks
     take many steps, too.
     Ref: [2] Eq. 5"""
-    # How fast does it converge? You need not know this to use it. Let e be the vector f minus its
-    # limit. A plain step multiplies the length of e by up to μ², where μ is the second singular
-    # value of the matrix √(AN)·P. A symmetric step begins with f = g, so both have the error e.
-    # Take the component of e along an eigenvector of A·P with the eigenvalue λ. The new f, from the
-    # old g, has −λ times this component. The new g, from the new f, has λ² times it. So their mean
-    # has (λ² − λ)/2 times it. This factor is within ±1/8 for λ from −0.2 to 1, and nears 1 for λ
-    # near −1. With two groups λ = −1 occurs. Its factor is 1, so this component of the error never
-    # shrinks. The component does no harm. It is +c on one group and −c on the other. So it cancels
-    # in f_i + g_j, where i and j are of different groups.
-    # If a mask forces the weight of an allowed pair to 0, the error falls as 1 / steps.
+    # benchmarks/THEOREMS.md says how fast it converges, and why.
     _check_number("max_steps", max_steps, 1)
     f = g = None
     # A pass through the loop begins with the f and g of the pass before, the old ones. It
@@ -1289,10 +1281,9 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # a time. While the matrix of a block is there, its gradient is computed as well, and added to the
 # gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
 # of the loss, it gets what was kept. With "none" every anchor has a loss of its own. How the caller
-# will weigh these is not known yet. So the backward pass computes the blocks again. For this reason
-# `answer`, and all that it calls, must neither keep state nor communicate between ranks nor draw
-# random numbers. If you change this section, TestLargeBatches compares blocks with the whole batch,
-# measures their memory, and compiles them. TestGather compares ranks with one process.
+# will weigh these is not known yet. So the backward pass computes the blocks again. If you change
+# this section, TestLargeBatches compares blocks with the whole batch, measures their memory, and
+# compiles them. TestGather compares ranks with one process.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1494,8 +1485,7 @@ def _uncompiled(function, *arguments):
     return function(*arguments)
 
 
-# Ranks. `_run_blocks` and `answer` never communicate between ranks. With a group there are three
-# rules.
+# Ranks. With a group there are three rules.
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
