@@ -971,6 +971,7 @@ def who(anchors, shared, options):
 # i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
 # `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is wrong, and with the new entry
 # in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn does not converge, and warns of it.
+# TestNamedPositives has a batch that is masked one way.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes

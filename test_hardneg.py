@@ -1124,6 +1124,16 @@ class TestNamedPositives:
         found = contrastive_loss(x, negatives=y, positive_index=index, log_weights=-q.log())
         close(found, F.cross_entropy(wanted, index), 1e-12)
 
+    @pytest.mark.parametrize("name", ["negative_mask", "absolute_margin"])
+    def test_a_batch_that_is_masked_one_way_is_coupled(self, name):
+        """If i may not have j, but j may have i, the steps of Sinkhorn are not symmetric."""
+        x, mask = embeddings(0, 2, 4, 3), torch.ones(8, 8, dtype=torch.bool)
+        mask[[0, 2, 5], [1, 3, 0]] = False
+        value = mask if name == "negative_mask" else -0.1
+        found = contrastive_loss(*x, loss="ot", **{name: value})
+        wanted = oracle.contrastive_loss(*x.numpy(), loss="ot", **{name: np.asarray(value)})
+        close(found, wanted, 1e-10)
+
     def test_log_weights_of_any_size_do_not_mask(self):
         """Nor do they let the anchor's own sample count."""
         x, y = embeddings(1, 2, 4, 3)
