@@ -40,10 +40,11 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     alike = {"epochs": max(row.epochs for row in rows)}
     alike["batch_size"] = min(row.batch_size for row in rows)
     alike["lr"] = min(row.lr for row in rows)
-    plan = {}
+    plan = {row.loss: [] for row in rows}
     for row in rows:
-        own = range(row.seed, row.seed + seeds)
-        plan[row.loss] = [row.but(**alike, seed=k, out=out / f"{row.loss}-{k}") for k in own]
+        for seed in range(row.seed, row.seed + seeds):
+            folder = out / f"{row.loss}-{seed}"
+            plan[row.loss].append(row.but(**alike, seed=seed, out=folder))
     return plan
 
 
