@@ -24,8 +24,9 @@ Symbols
     M           columns of the matrix of positives (A, M), which can have masked entries. With two
                 or more views M is V − 1. With one view it is P if positive_index (B, P) is given,
                 and 0 if not. If labels name positives, every candidate has a column there, too, so
-                M grows by N. Of these N, those with another label are masked. In formulas of one
-                anchor M counts the entries that are not masked
+                M grows by N. Of these N, those with another label are masked, and so is the
+                anchor's own sample. In formulas of one anchor M counts the entries that are not
+                masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -125,8 +126,9 @@ class Options(TypedDict, total=False):
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
     # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
     # high is an int, the numbers have to be whole. The name must not be one of the parameters that
-    # sections 2 and 3 list, or `mean` or `by_label`. An entry can name a table that comes later in
-    # this file, such as WEIGHTS. Python keeps entries as text, and section 8 evaluates them.
+    # sections 2 and 3 list, nor one of the four names that `resolve` puts beside the options. An
+    # entry can name a table that comes later in this file, such as WEIGHTS. Python keeps entries as
+    # text, and section 8 evaluates them.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -266,12 +268,14 @@ def contrastive_loss(
                     1. K rows of `negatives` were drawn with replacement, row j with the probability
                     q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
                     estimates the sum over all rows.
-                    2. There are no `negatives`, and sample j came into the batch with the
-                    probability q_j. Pass log q⁺_i − log q_j (A, N), with `nce`. Here q⁺_i is that
-                    of the positive of anchor i, which was drawn as well. With n draws, the terms of
-                    `nce` should be e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a quotient
-                    of such terms. So it does not change if all terms are multiplied by n q⁺_i. That
-                    leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
+                    2. There are no `negatives`, and the samples of the batch were drawn. Each of
+                    the n draws takes sample j with the probability q_j. Pass log q⁺_i − log q_j
+                    (A, N), with `nce`. Here q⁺_i is the probability of the sample that the positive
+                    of anchor i shows. With two views of a sample it is q_i. Sample j is expected
+                    n q_j times, and each term of a sum over samples is divided by that. So the
+                    terms of `nce` become e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a
+                    quotient of such terms, and does not change if all of them are multiplied by
+                    n q⁺_i. That leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -481,7 +485,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
     # 8. int() rounds α itself down. If α is meant as k / N, α · N is then above k − 1 and at most
-    # k, so its ceiling is k. Rounded up, 2/3 of 3 candidates is just above 2, and keeps 3.
+    # k, so its ceiling is k. If α were rounded up, 2/3 of 3 would be just above 2, and 3 would
+    # be kept.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -532,7 +537,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights= gets a block of anchors at a time. A matrix goes in log_weights=.")
+        error.add_note("weights= gets a block of anchors at a time. Pass a matrix as log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -579,7 +584,7 @@ def weigh(pos, neg, n, anchors, shared, options):
     if options["tau_plus"] == 0:
         return log_w, None, None
     # The sum is N_i as long as the weights have mean 1. If you add something that changes them
-    # after they were scaled, name it in the second line below. Then their sum is computed.
+    # after they were scaled, name it in the condition that follows, so their sum is computed.
     log_total = log_n
     if options["mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
@@ -793,13 +798,14 @@ class _Anchors(NamedTuple):
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
-    #              those by index or label. No entry here may be MASKED. If this has a column,
-    #              `answer` assumes that every anchor has a positive
+    #              those by label, and puts those by index in place of (A, 0). No entry here may be
+    #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives. In
-    #              a loss the entries of a row are distinct, apart from −1, see `_each_once`. If
-    #              `plain` is True, `answer` takes own.shape[1] for the number of masked columns.
-    #              As positives, a repeated entry would count as two. In `mine` entries may repeat
+    #              a loss the entries of a row are distinct, apart from −1, see `_each_once`. There
+    #              a repeated entry would be one positive too many. It would be a masked column too
+    #              many as well, since `answer` counts these as own.shape[1] if `plain` is True. In
+    #              `mine` entries may repeat, as it neither counts them nor sums over them
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -814,13 +820,14 @@ class _Anchors(NamedTuple):
 
 
 class _Shared(NamedTuple):
-    """What all anchors share. A shared tensor that requires a gradient has to be a field here. If a
-    function takes it from elsewhere, its gradient would be missing in blocks. `_run_blocks` sees
-    that, and the whole batch is computed in one go. A new argument with an entry for each sample or
-    candidate fills two fields, as `labels` does. The field of `_Anchors` holds the argument's first
-    B entries, repeated for all views. The field of `_Shared` holds these, gathered over ranks, or,
-    with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check it.
-    Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
+    """What all anchors share. A shared tensor that requires a gradient should be a field here. If
+    `_run_blocks` finds another one, it gives up blocks, and the whole batch is computed in one go.
+    In one process this only takes memory. Over ranks see the rules of section 7.
+    A new argument with an entry for each sample or candidate fills two fields, as `labels` does.
+    The field of `_Anchors` holds the argument's first B entries, repeated for all views. The field
+    of `_Shared` holds these, gathered over ranks, or, with `negatives`, the argument's last K
+    entries. `_check_call` and `_check_negatives` check it. Add it to VARIANTS and DRAWN of the
+    tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -838,16 +845,16 @@ class _Shared(NamedTuple):
 #     views   negatives   and                      `own`                     positives
 #     2+      no          nothing else             columns of the sample     the other views
 #     2+      no          labels and ppcl          columns of the sample     the other views, and
-#                                                                            columns of its label
+#                                                                            others of its label
 #     2+      no          labels, not ppcl         columns of the sample     the other views
-#     1       no          labels                   column of the sample      columns of its label
+#     1       no          labels                   column of the sample      others of its label
 #     1       yes         labels                   no columns                rows of its label
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
-# With the objective ppcl, every line with `negatives` and labels has the rows of the sample's label
-# as positives, in addition to the positives that the table lists.
+# With the objective ppcl, every line with `negatives` and labels has more positives than the table
+# lists. They are the rows of the sample's label, except those that positive_index names.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1501,16 +1508,29 @@ def _uncompiled(function, *arguments):
 #         `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
 #                                                 pos, and `_mask_` reads it under no_grad
 #         other fields              `_couple`     never, as they have no gradient
-#     Why do those of the first and the third line run on all ranks? With blocks, because each field
-#     of `_Anchors` and `_Shared` with a gradient is an input of `_Summed` or `_Single`. Without
-#     blocks, because `answer` uses the same fields on all ranks. So all graphs are alike, and these
-#     passes run in the same order.
-#   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. Use
-#     it in `answer` in every call, whatever values it has. If it has a row for each candidate,
-#     gather it in `_line_up`. If it has a row for each anchor, leave that to `_couple`, which
-#     gathers every field of `_Anchors`. `kernel_of` in `_couple` must then use it on all ranks, or
-#     on none. Add a line to this table, and a variant with a gradient to VARIANTS of the tests, as
-#     TestGather sees nothing else.
+#     Why do the passes of candidates and of `scaled` run on all ranks?
+#       - With blocks a pass runs, whether or not a block used the tensor. The reason is that each
+#         field of `_Anchors` and `_Shared` with a gradient is an input of `_Summed` or `_Single`.
+#         The candidates are such a field. What `_couple` gathers is none, but the field
+#         `potential`, which is g, was computed from it.
+#       - Without blocks a pass runs only if `answer` used the tensor. So `answer` has to use it on
+#         all ranks.
+#       - Some ranks may work with blocks, and others without. For example, a function of the user's
+#         has a parameter, and uses it only for cosines above 0.9. Where it is used, `_run_blocks`
+#         gives up blocks. All ranks still run the same passes, and TestGather has such a loss.
+#     All ranks run these passes in the same order. They call `gather` before they begin with blocks
+#     or without. Autograd goes back from what was computed last. So it comes to `scaled` first, and
+#     then to the candidates.
+#   - If you add a tensor that requires a gradient, take these steps.
+#         1. Make it a field of `_Anchors` or `_Shared`.
+#         2. Use it in `answer` in every call, whatever values it has.
+#         3. If it has a row for each candidate, gather it in `_line_up`, and add a line to this
+#            table.
+#         4. If it has a row for each anchor, it is gathered by `_couple`, as all fields of
+#            `_Anchors` are. `kernel_of` there must use it on all ranks, or on none. Say which in
+#            a line of this table.
+#         5. Add a variant in which it has a gradient to VARIANTS of the tests. TestGather sees
+#            nothing else.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1841,7 +1861,7 @@ def _check_tensor(name, x, kind, *shapes, hint="", required=False):
     if kind != "float":  # an index, say, may be a list
         try:
             x = torch.as_tensor(x)
-        except Exception:  # of words, say, or of unequal lengths
+        except Exception:  # the list may have words, say, or lists of unequal lengths
             pass
     fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
     if not (fits and kind in str(x.dtype)):
@@ -1878,8 +1898,8 @@ def _check_finite(name, x):
     """Check a tensor, if it is given and can be read."""
     if x is None or not _may_read(x):
         return
-    # A finite sum proves that all entries are finite, and takes a fraction of the time. Another sum
-    # may only have overflowed, so then each entry is looked at.
+    # If the sum is finite, so are all entries. Looking at the sum alone takes a fraction of the
+    # time. If it is not finite, it may only have overflowed, so each entry is looked at.
     if math.isfinite(x.detach().sum().item()) or x.isfinite().all():
         return
     raise NotFinite(f"{name} has NaN or inf.")
@@ -1990,7 +2010,7 @@ def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
     one, zero = torch.ones_like(cos), torch.zeros_like(cos)
     chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
     to_yiq, to_rgb = _colour_maps(x.device, x.dtype)
-    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,), and contrast does not change it
+    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,), around which contrast spreads
     pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
     pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
     return pixels.view_as(x)
@@ -2005,7 +2025,8 @@ class _OfRank(torch.Generator):
 def _drawn(function, n, width, generator, device):
     """Draw numbers (n, width) for the n samples of this rank.
     Each rank draws those of the whole batch, and takes rows rank, rank + ranks, rank + 2·ranks, …
-    `Training` takes images in the same way. Therefore any number of ranks makes the same run."""
+    `Training` takes images in the same way. So it can promise the same run for any number of
+    ranks. Its help names the exceptions."""
     rank, ranks = 0, 1
     if isinstance(generator, _OfRank):
         rank, ranks = generator.rank, generator.ranks
@@ -2097,7 +2118,7 @@ class MemoryBank(nn.Module):
     """Remember a unit row for each sample, and move it towards each new embedding of the sample.
         row_i ← u / ‖u‖    where u = m row_i + (1 − m) z_i
 
-    rows        (K, D), the first rows. They become a buffer, which has no gradient.
+    rows        (K, D), the rows to begin with. They become a buffer, which has no gradient.
     momentum    m, in [0, 1).
 
     Ref: [4] 5.1; [8]"""
@@ -2273,7 +2294,8 @@ def _up(before, after):
 
 def _down(before, after, first=False, last=False):
     """Make the block of [9] Fig. 15(c), which halves the side of an image unless it is the last.
-    A ReLU in front of the first block would lose all pixels below 0, so there is none."""
+    Pixels come to it from −1 to 1. A ReLU in front of the first block would lose all that are below
+    0, so there is none."""
     pool = nn.Identity() if last else nn.AvgPool2d(2)
     residual = [_conv(before, after), nn.ReLU(), _conv(after, after), pool]
     if not first:
@@ -2473,8 +2495,8 @@ class Game(nn.Module):
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
-#     their gradients before the backward pass. After it, it averages them over ranks, and steps the
-#     optimizers, as DiffHard does.
+#     their gradients before the backward pass. After that pass it averages these gradients over
+#     ranks, and steps its optimizers, as DiffHard does.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
@@ -2482,7 +2504,8 @@ class Game(nn.Module):
 #     of its own optimizer, and for BatchNorm.
 # If you change the order in which a step draws numbers, a seed gives another run. TestTraining
 # checks that a resumed run is the same to the last bit. training/test_ranks.py checks that a run
-# over ranks is the same up to rounding.
+# over ranks is the same up to rounding. TestBank, TestGame, TestMicroBatches and TestSchedules are
+# about what their names say.
 
 
 class SimCLR(nn.Module):
@@ -2528,8 +2551,8 @@ class Bank(SimCLR):
     """Contrast one view of each image with the image's row of a memory bank.
     The candidates are all other rows. images are the whole training set, and momentum is that of
     the bank. The bank starts from embeddings by the given encoder. An untrained encoder maps all
-    images near one point, so their mean is subtracted. Ref: [4] Eq. 1, with the bank in place of
-    second views"""
+    images near one point, so the mean of these embeddings is subtracted. Ref: [4] Eq. 1, with the
+    bank in place of second views"""
 
     def __init__(
         self,
@@ -2620,7 +2643,7 @@ class DiffHard(SimCLR):
         if ascends:
             ascent = self.game.optimizers["ascent"]
             # Average G's gradients over ranks, as those of the encoder are. `_over_ranks` gave the
-            # backward pass R times the loss of this rank.
+            # backward pass R times the loss of this rank, so the mean is that of the whole batch.
             _average(_gradients(ascent), self.group)
             ascent.step()  # Eq. 4
         self.game.follow()  # Eq. 7
@@ -2694,7 +2717,7 @@ def _two_falls(progress, step):
     return 0.1 ** ((progress >= 0.8) + (progress >= 0.95))
 
 
-# Each recipe has a row in both tables.
+# Each recipe has a row in RECIPES, with these four settings, and one in OPTIMIZERS.
 RECIPES = {
     "adamw": {"epochs": 16, "batch_size": 256, "lr": 8e-3, "weight_decay": 1e-4},
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
@@ -2719,8 +2742,8 @@ class Training:
     schedules      Functions that give options of the loss from the progress in [0, 1), such as
                    {"alpha": lambda p: lead_in(p, 0.1)}.
     micro_batch    How many images the encoder takes at a time. By default it takes all.
-    bfloat16       Whether a step uses autocast to bfloat16. By default it does if the hardware
-                   computes in bfloat16.
+    bfloat16       Whether a step uses autocast to bfloat16. By default it does if torch says that
+                   the hardware computes in bfloat16. On a CPU torch 2.10 does not say it.
     seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
                    to rounding.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks

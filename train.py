@@ -375,7 +375,7 @@ def check(options: Options) -> None:
             least, most = flag.limits
             require(least <= value <= most, flag_of(name), value, f"from {least:g} to {most:g}")
     side = options.size or 32
-    few = torch.zeros(4 * ranks.count(), 3, side, side, dtype=torch.uint8)
+    few = torch.zeros(4 * ranks.COUNT, 3, side, side, dtype=torch.uint8)
     baselines.say_no_effect(options)
     build(options.but(compile=False, queue_size=1, labels=False), Images(few, few, few, few, []))
 

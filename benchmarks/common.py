@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import hardneg
-from training import runs
+from training import runs, write_whole
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -29,7 +29,7 @@ def read(name: str) -> dict:
 
 def write(name: str, content: dict) -> None:
     """Write a record in one move: whoever stops the program leaves the old one or the new."""
-    runs.write(path_of(name), (json.dumps(content) + "\n").encode())
+    write_whole(path_of(name), [f"{json.dumps(content)}\n".encode()])
 
 
 def path_of(name: str) -> Path:

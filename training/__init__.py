@@ -5,11 +5,9 @@
 training. `compare` trains with several losses.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import hardneg
 
@@ -27,13 +25,12 @@ def flag_of(name: str, value: object = None) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-@contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Open a file to write. It replaces an older one in one step, once it is on the disk."""
+def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write pieces to a file. It replaces an older one in one step, once all is on the disk."""
     part = path.with_name(f"{path.name}.part")
     try:
         with open(part, "wb") as file:
-            yield file
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from training import written_whole
+from training import write_whole
 
 VERSION = 1  # of the file, which has the pixels of all images, and then their facts as JSON
 
@@ -72,7 +72,6 @@ def write(path: Path, n: int, decoded: Iterator) -> None:
     import fcntl  # Windows does not have it, so there nothing is kept
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = []
     with open(path.parent / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process, however that ends
         if path.exists():
@@ -83,8 +82,13 @@ def write(path: Path, n: int, decoded: Iterator) -> None:
         if n > free:
             raise OSError(f"{n / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free")
         print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)
-        with written_whole(path) as file:
-            for image, fact in decoded:
-                file.write(image.numpy().tobytes())
-                facts.append(fact)
-            file.write(json.dumps(facts).encode())
+        write_whole(path, content_of(decoded))
+
+
+def content_of(decoded: Iterator) -> Iterator[bytes]:
+    """Yield the pixels of each image, and at the end the facts of all as JSON."""
+    facts = []
+    for image, fact in decoded:
+        yield image.numpy().tobytes()
+        facts.append(fact)
+    yield json.dumps(facts).encode()

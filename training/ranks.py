@@ -14,12 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import distributed
 
-
-def count() -> int:
-    """Return the number of ranks."""
-    if distributed.is_initialized():
-        return distributed.get_world_size()
-    return 1
+COUNT = int(os.environ.get("WORLD_SIZE", 1))  # of ranks, which torchrun sets
 
 
 def is_first() -> bool:
@@ -53,7 +48,7 @@ def joined() -> Iterator[None]:
     if not is_first():
         out = error = open(os.devnull, "w")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        print(f"{size} processes share each batch. On a CPU BatchNorm sees one share at a time.")
+        print(f"{COUNT} processes share each batch. On a CPU BatchNorm sees one share at a time.")
         yield
     distributed.destroy_process_group()
 
@@ -64,5 +59,5 @@ def first_before_others() -> Iterator[None]:
     if not is_first():
         distributed.barrier()
     yield
-    if is_first() and count() > 1:
+    if is_first() and distributed.is_initialized():
         distributed.barrier()

@@ -17,10 +17,9 @@ import torch
 from matplotlib import pyplot as plt
 from scipy import linalg, special
 from torch import Tensor
-from torchvision.utils import make_grid
 
 import hardneg
-from training import flag_of, readouts, runs, shown
+from training import flag_of, readouts, runs, shown, write_whole
 from training.cache import Rows
 from training.images import Images, at_most, even
 
@@ -229,7 +228,7 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
     If that fails, warn, as the run is complete without it."""
     path = options.out / runs.PAGE
     try:
-        runs.write(path, page_of(options, encoder, images, results).encode())
+        write_whole(path, [page_of(options, encoder, images, results).encode()])
         print(f"The pictures are in {shown(path)}")
     except Exception as error:  # drawing takes names and numbers of any kind
         message = f"{path} cannot be drawn ({type(error).__name__}: {error})."
@@ -323,34 +322,27 @@ def draw_curves(history: list[dict]) -> Iterator[tuple]:
         plt.close(figure)
 
 
-def draw_nearest(options, z: dict, labels: Tensor, test: Tensor) -> tuple:
-    """Draw test images, and the others nearest to them with their weights, before and after
-    training. Ref: [2] Fig. 2, 3"""
-    chosen = range(0, len(labels), -(-len(labels) // 4))
-    columns = min(5, len(labels) - 1)
+def draw_nearest(options, z: dict, labels: Tensor, test: Tensor, count: int = 4) -> tuple:
+    """Draw about `count` test images, and the others nearest to them with their weights, before and
+    after training. Ref: [2] Fig. 2, 3"""
+    anchors = range(0, len(labels), -(-len(labels) // count))
     weights = {name: weights_of(z[name], options) for name in z}
-    places, titles = [], []
-    for anchor, name in itertools.product(chosen, z):
+    rows, columns = len(anchors) * len(z), min(6, len(labels))
+    size = (0.8 * columns, 0.95 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for line, (anchor, name) in zip(axes, itertools.product(anchors, z), strict=True):
         cosines = z[name] @ z[name][anchor]
-        cosines[anchor] = -math.inf
-        nearest = cosines.topk(columns).indices.tolist()
-        places += [anchor] + nearest
-        titles.append((name, "k"))
-        for k in nearest:
-            is_false = bool(labels[k] == labels[anchor] >= 0)
-            titles.append((f"{weights[name][anchor, k]:.2g}", "C1" if is_false else "k"))
-    side = test.shape[-1]
-    gap = side // 4
-    grid = make_grid(test[places].cpu(), columns + 1, gap, pad_value=255)
-    figure, axis = plt.subplots(figsize=(5, 1.8 * len(chosen)), layout="constrained")
-    axis.imshow(grid.permute(1, 2, 0).numpy())
-    axis.axis("off")
-    for k, (title, color) in enumerate(titles):
-        row, column = divmod(k, columns + 1)
-        x, y = gap + column * (side + gap), gap + row * (side + gap)
-        axis.text(x, y - gap / 7, title, fontsize=9, color=color)
-        if column == 0:
-            axis.add_patch(plt.Rectangle((x, y), side, side, fill=False, linewidth=2))
+        cosines[anchor] = math.inf  # so that the image itself comes first
+        for axis, k in zip(line, cosines.topk(columns).indices.tolist(), strict=True):
+            title, color = f"{weights[name][anchor, k]:.2g}", "k"
+            if k == anchor:
+                title = name
+            elif labels[k] == labels[anchor] >= 0:
+                color = "C1"
+            axis.imshow(test[k].cpu().permute(1, 2, 0).numpy())
+            axis.set(xticks=[], yticks=[])
+            axis.set_title(title, pad=3, fontsize=9, color=color)
+            axis.spines[:].set(visible=k == anchor, linewidth=2)  # a frame
     caption = "Each framed image is followed by the others nearest to it, its hardest negatives. "
     caption += "The numbers are their weights, and the average weight is 1."
     if labels.max() >= 0:

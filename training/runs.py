@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import flag_of, ranks, shown, written_whole
+from training import flag_of, ranks, shown, write_whole
 from training.images import Images
 
 CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html", ".lock"
@@ -22,15 +22,10 @@ def folder_of(options, last: str) -> Path:
     return Path("runs", f"{shown(Path(options.data).resolve().name)}-{options.method}-{last}")
 
 
-def write(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
-    with written_whole(path) as file:
-        file.write(content)
-
-
 def write_json(path: Path, content: dict) -> None:
     """Write a dict as JSON."""
-    write(path, (json.dumps(content, indent=2, default=str) + "\n").encode())
+    text = json.dumps(content, indent=2, default=str)
+    write_whole(path, [f"{text}\n".encode()])
 
 
 def write_results(folder: Path, results: dict) -> None:
@@ -44,7 +39,7 @@ def save_checkpoint(folder: Path, state: dict) -> None:
     """Write all that a run needs to resume."""
     content = io.BytesIO()
     torch.save(state, content)
-    write(folder / CHECKPOINT, content.getbuffer())
+    write_whole(folder / CHECKPOINT, [content.getbuffer()])
 
 
 def read_checkpoint(folder: Path, device: str) -> dict:

@@ -284,13 +284,8 @@ def hardest(folder):
     encoder.load_state_dict(state["training"]["encoder"])
     z = {"untrained": hardneg.embed(first, images.test)[1]}
     z["trained"] = hardneg.embed(encoder, images.test)[1]
-    _, _, figure = report.draw_nearest(options, z, images.test_labels, images.test)
-    figure.set_size_inches(4.8, 3.2)
-    (axis,) = figure.axes
-    pitch = 1.25 * images.test.shape[-1]
-    axis.set(xlim=(0, 6.03 * pitch), ylim=(4.02 * pitch, -1))
-    for text in axis.texts:
-        text.set(clip_on=True, fontsize=9, y=text.get_position()[1] - 1.2)
+    _, _, figure = report.draw_nearest(options, z, images.test_labels, images.test, count=2)
+    figure.set_size_inches(4.8, 3.6)
     save(figure, "hardest")
 
 
