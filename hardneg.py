@@ -223,9 +223,9 @@ class Options(TypedDict, total=False):
         int | None,
         None,
         [0, 2**40],
-        """How many anchors are worked on at once. By default a block has up to 2^20 pairs, on a GPU
-        2^25, but 64 anchors at least. A batch of up to 2^18 pairs, on a GPU 2^23, is not cut into
-        blocks. With blocks memory grows with A + N instead of A·N. 0 turns blocks off. Blocks
+        """How many anchors are worked on at once. With blocks memory grows with A + N instead of
+        A·N. 0 turns them off. By default a batch of up to 2^18 pairs, on a GPU 2^23, has no blocks.
+        In a larger one a block has up to 2^20 pairs, on a GPU 2^25, but 64 anchors at least. Blocks
         change a result by rounding only. In blocks a loss has no second derivatives. If a function
         of yours has parameters that learn, or under torch.func, all anchors are computed in one go.
         The coupling of `transported` has blocks of its own.""",
@@ -271,11 +271,12 @@ def contrastive_loss(
                     2. There are no `negatives`, and the samples of the batch were drawn. Each of
                     the n draws takes sample j with the probability q_j. Pass log q⁺_i − log q_j
                     (A, N), with `nce`. Here q⁺_i is the probability of the sample that the positive
-                    of anchor i shows. With two views of a sample it is q_i. Sample j is expected
-                    n q_j times, and each term of a sum over samples is divided by that. So the
-                    terms of `nce` become e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a
-                    quotient of such terms, and does not change if all of them are multiplied by
-                    n q⁺_i. That leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
+                    of anchor i shows. With two views of a sample it is q_i. With one view and
+                    labels it is that of another sample. Sample j is expected n q_j times, and each
+                    term of a sum over samples is divided by that. So the terms of `nce` become
+                    e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a quotient of such terms,
+                    and does not change if all of them are multiplied by n q⁺_i. That leaves e^p
+                    alone, and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -484,9 +485,9 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α itself down. If α is meant as k / N, α · N is then above k − 1 and at most
-    # k, so its ceiling is k. If α were rounded up, 2/3 of 3 would be just above 2, and 3 would
-    # be kept.
+    # 8. int() rounds α down to such billionths. If α is meant as k / N, α · N is then above k − 1
+    # and at most k, so its ceiling is k. If α were rounded up, 2/3 of 3 would be just above 2, and
+    # 3 would be kept.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -802,10 +803,11 @@ class _Anchors(NamedTuple):
     #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives. In
-    #              a loss the entries of a row are distinct, apart from −1, see `_each_once`. There
-    #              a repeated entry would be one positive too many. It would be a masked column too
-    #              many as well, since `answer` counts these as own.shape[1] if `plain` is True. In
-    #              `mine` entries may repeat, as it neither counts them nor sums over them
+    #              a loss the entries of a row are distinct, apart from −1. positive_index may
+    #              repeat some, which would be positives twice, so `_each_once` leaves one of each.
+    #              In a batch they are distinct by themselves. If `plain` is True, `answer` relies
+    #              on that, as it takes own.shape[1] for the number of masked columns. In `mine`
+    #              entries may repeat, as it neither counts them nor sums over them
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -824,10 +826,10 @@ class _Shared(NamedTuple):
     `_run_blocks` finds another one, it gives up blocks, and the whole batch is computed in one go.
     In one process this only takes memory. Over ranks see the rules of section 7.
     A new argument with an entry for each sample or candidate fills two fields, as `labels` does.
-    The field of `_Anchors` holds the argument's first B entries, repeated for all views. The field
-    of `_Shared` holds these, gathered over ranks, or, with `negatives`, the argument's last K
-    entries. `_check_call` and `_check_negatives` check it. Add it to VARIANTS and DRAWN of the
-    tests. New fields go last, and have a default."""
+    The field of `_Anchors` holds the argument's first B entries, repeated for all views that have
+    anchors. The field of `_Shared` holds these, gathered over ranks, or, with `negatives`, the
+    argument's last K entries. `_check_call` and `_check_negatives` check it. Add it to VARIANTS and
+    DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -853,8 +855,8 @@ class _Shared(NamedTuple):
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
-# With the objective ppcl, every line with `negatives` and labels has more positives than the table
-# lists. They are the rows of the sample's label, except those that positive_index names.
+# With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
+# as positives, too. Rows that positive_index names stay what the table says.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -969,9 +971,10 @@ def who(anchors, shared, options):
 
 # To add a source of positives, give `_Shared` a flag, as the two sources in `who` have, and set it
 # in `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save
-# neg. A positive must not be a candidate as well, so mask it, as the next paragraph says. Add a
-# line to the table above `_line_up`. Then add the source to `_who_is_who` of reference_numpy.py,
-# and to DRAWN of TestContrastiveLoss.
+# neg. A positive must not be a candidate as well, so mask it, as the next paragraph says. Nor may
+# it come from two sources, as it would count twice. If the source serves a single view, let it in
+# by `_check_call`, and let it make `plain` False. Add a line to the table above `_line_up`. Then
+# add the source to `_who_is_who` of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
 #
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
@@ -1342,6 +1345,8 @@ def _block_size(anchors, shared, options):
     if options["block_size"] is not None:
         return options["block_size"]
     pairs = _pairs_in_a_block(anchors)
+    # Any number would give the same result up to rounding. A small batch is faster without blocks.
+    # A single block takes 1.3 times as long at 2^14 pairs, and 1.1 times at 2^18.
     if len(anchors.scaled) * shared.n <= pairs / 4:
         return 0
     return max(64, pairs // shared.n)
@@ -1403,8 +1408,9 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             found = answer(some, everyone, options)
             # The graph must end in the copies alone. Another leaf is a parameter that is hidden in
             # a function of the user's. Its gradient would be missing in the result. This comes
-            # before the backward pass, which would add to that parameter's gradient. TestFunctions
-            # has such functions.
+            # before the backward pass, which would add to that parameter's gradient. The backward
+            # passes of earlier blocks went to copies, and these are dropped. TestFunctions has such
+            # functions, with parameters that only the losses of some anchors depend on.
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
             losses[rows] = found.losses.detach()
@@ -1507,20 +1513,21 @@ def _uncompiled(function, *arguments):
 #                                                 never, as the kernel has no graph
 #         `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
 #                                                 pos, and `_mask_` reads it under no_grad
+#         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
 #     Why do the passes of candidates and of `scaled` run on all ranks?
 #       - With blocks a pass runs, whether or not a block used the tensor. The reason is that each
 #         field of `_Anchors` and `_Shared` with a gradient is an input of `_Summed` or `_Single`.
-#         The candidates are such a field. What `_couple` gathers is none, but the field
-#         `potential`, which is g, was computed from it.
+#         The candidates are such a field. The tensors that `_couple` gathers are not fields. But
+#         g is computed from them, and g is the field `potential`.
 #       - Without blocks a pass runs only if `answer` used the tensor. So `answer` has to use it on
 #         all ranks.
 #       - Some ranks may work with blocks, and others without. For example, a function of the user's
 #         has a parameter, and uses it only for cosines above 0.9. Where it is used, `_run_blocks`
 #         gives up blocks. All ranks still run the same passes, and TestGather has such a loss.
-#     All ranks run these passes in the same order. They call `gather` before they begin with blocks
-#     or without. Autograd goes back from what was computed last. So it comes to `scaled` first, and
-#     then to the candidates.
+#     All ranks run these two passes in the same order, first that of `scaled`. Both tensors enter
+#     the kernel, so neither pass is ready before the gradient has gone through it. Of passes that
+#     are ready, autograd takes the one whose call came last.
 #   - If you add a tensor that requires a gradient, take these steps.
 #         1. Make it a field of `_Anchors` or `_Shared`.
 #         2. Use it in `answer` in every call, whatever values it has.
@@ -1529,7 +1536,8 @@ def _uncompiled(function, *arguments):
 #         4. If it has a row for each anchor, it is gathered by `_couple`, as all fields of
 #            `_Anchors` are. `kernel_of` there must use it on all ranks, or on none. Say which in
 #            a line of this table.
-#         5. Add a variant in which it has a gradient to VARIANTS of the tests. TestGather sees
+#         5. If you gather it, see that its pass keeps its place in the order of the others.
+#         6. Add a variant in which it has a gradient to VARIANTS of the tests. TestGather sees
 #            nothing else.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
@@ -1543,10 +1551,11 @@ def _uncompiled(function, *arguments):
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
-# A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
-# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
-# that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
-# have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
+# A new term of the loss has to keep to this. So add it to value before `_over_ranks`. TestGather
+# compares gradients of several ranks with one process. A new reduction that is a multiple of a
+# sum goes into the end of `_evaluate`. One that is not, such as a maximum, cannot be added.
+# Blocks are summed, and anchors without a positive have a loss of 0. Users who want a maximum
+# take "none", and reduce the losses themselves.
 
 
 def _over_ranks(value, count, group):
@@ -1605,10 +1614,11 @@ def _share(n, group):
 # without `_may_read`. Sinkhorn alone is an exception, see `_stops`. TestLargeBatches compiles
 # losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors. With
 # ranks, a check that fails on one rank alone leaves the others waiting in their next `gather`. They
-# wait until the launcher ends them. For most arguments we accept that. `_check_ranks` compares what
-# is likely to differ, which are the number and the shape of the views, and NaN in them. A check
-# that communicates must run on all ranks. So it may depend on the device and on which arguments are
-# given, but not on values.
+# wait until the launcher ends them. For most arguments we accept that. Two checks compare what is
+# likely to differ between ranks. First `_check_ranks` compares the number and the shape of the
+# views, and NaN in them. Then `_check_negatives` compares rows (K, D) that all ranks have to share.
+# A check that communicates must run on all ranks. So it may depend on the device and on which
+# arguments are given, but not on values.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -1843,6 +1853,7 @@ def _check_negatives(negatives, views, options, labels, group):
                 "weights must not be 'transported', which couples anchors by their candidates."
             )
     elif group is not None and _may_read(negatives):
+        # this communicates, see the head of section 8
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
         if not torch.allclose(sums, sums[0], equal_nan=True):
             raise InvalidArgument(
@@ -2294,8 +2305,8 @@ def _up(before, after):
 
 def _down(before, after, first=False, last=False):
     """Make the block of [9] Fig. 15(c), which halves the side of an image unless it is the last.
-    Pixels come to it from −1 to 1. A ReLU in front of the first block would lose all that are below
-    0, so there is none."""
+    The first block gets pixels from −1 to 1. A ReLU in front of it would lose all that are below 0,
+    so there is none."""
     pool = nn.Identity() if last else nn.AvgPool2d(2)
     residual = [_conv(before, after), nn.ReLU(), _conv(after, after), pool]
     if not first:
@@ -2304,7 +2315,7 @@ def _down(before, after, first=False, last=False):
 
 
 def _widths(size, width):
-    """List the numbers of channels at the sides size, size / 2, …, 4.
+    """List the numbers of channels of images of the sides size, size / 2, …, 4.
     They double from width to at most four times width."""
     valid = size >= 8 and size.bit_count() == 1
     _require(valid, "size", size, "a power of two of at least 8, such as 32")
@@ -2344,7 +2355,7 @@ class Discriminator(nn.Module):
     def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
         widths = _widths(size, width)
-        # for size 32 and width w: 3 → w (side 16), w → 2w (8), 2w → 4w (4), 4w → 4w (4)
+        # for size 32 and width w: 3 → w, w → 2w, 2w → 4w and 4w → 4w channels; sides 16, 8, 4, 4
         blocks = [_down(3, widths[0], first=True)]
         blocks += [_down(before, after) for before, after in pairwise(widths[:-1])]
         blocks.append(_down(widths[-2], widths[-1], last=True))
@@ -2666,8 +2677,8 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
 
     def in_parts(*inputs, **named):
         # tree_flatten opens dicts, but not what a tokenizer returns
-        inputs = [dict(x) if isinstance(x, Mapping) else x for x in inputs]
-        leaves, structure = tree_flatten((inputs, named))
+        opened = tree_map(lambda x: dict(x) if isinstance(x, Mapping) else x, (inputs, named))
+        leaves, structure = tree_flatten(opened)
         sizes = {len(x) for x in leaves if torch.is_tensor(x) and x.ndim > 0}
         if len(sizes) != 1:
             found = f"{sorted(sizes)} rows" if sizes else "no tensors"

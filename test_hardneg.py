@@ -1216,7 +1216,7 @@ class TestNamedPositives:
             with pytest.raises(Exception) as caught:
                 contrastive_loss(x, y, weights=function, block_size=6)
             notes = getattr(caught.value, "__notes__", [])
-            assert "goes in log_weights=" in str([caught.value, *notes])
+            assert "Pass a matrix as log_weights=" in str([caught.value, *notes])
 
 
 class TestFunctions:
@@ -2646,8 +2646,12 @@ class TestMicroBatches:
         found = few({"x": x, "y": y}, more=y, scale=3.0)
         all_close(tree_leaves(found), tree_leaves(encoder({"x": x, "y": y}, y, 3.0)), 1e-12)
         assert found.keys() == {"z", "both"}
-        of_tokenizer = few(UserDict(x=x, y=y), more=y, scale=3.0)
-        assert torch.equal(of_tokenizer["z"], found["z"])
+        tokens = UserDict(x=x, y=y)
+        for of_tokenizer in (
+            few(tokens, more=y, scale=3.0),
+            few(features=tokens, more=y, scale=3.0),
+        ):
+            assert torch.equal(of_tokenizer["z"], found["z"])
         for wrong, found in (("x", "no tensors"), ({"x": x, "y": y[:3]}, r"\[3, 5\] rows")):
             with pytest.raises(hardneg.InvalidArgument, match=f"equally many rows.* {found}\\.$"):
                 few(wrong)

@@ -120,7 +120,7 @@ FLAGS |= {
     "lr": Flag("training", None, float, "Peak learning rate, above 0"),
     "seed": Flag("training", 0, int, "Seed of weights, order and views", "", (0, 1e9)),
     "compile": Flag("command", False, bool, "Compile the encoder, for long runs on a GPU"),
-    "device": Flag("command", ranks.device(), str, "cpu, cuda:1, …"),
+    "device": Flag("command", ranks.DEVICE, str, "cpu, cuda:1, …"),
     "cache": Flag("command", None, Path, "Folder of decoded images (default ~/.cache/hardneg)"),
     "out": Flag("command", None, Path, "Output folder (default runs/DATA-METHOD-LOSS-SEED)"),
     "report": Flag("command", True, bool, "End with pictures, in OUT/report.html"),
@@ -352,8 +352,11 @@ def act(given: dict) -> None:
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
             losses = ", ".join(row.loss for row in rows)
-            reason = f"--method {rows[0].method} and --loss {losses}. It is for {users_of(name)}."
-            print(f"{flag_of(name, value)} has no effect with {reason}")
+            chosen = f"--method {rows[0].method} and --loss {losses}"
+            if name == "root":
+                chosen = f"--data {shown(rows[0].data)}"
+            flag = flag_of(name, value)
+            print(f"{flag} has no effect with {chosen}. It is for {users_of(name)}.")
     for row in rows:
         check(row)
     if several:

@@ -34,8 +34,7 @@ def study(name, folders, out):
             encoder = common.encoder_of(options.out)
             run["transfer"] = report.evaluate(encoder, images.load(), ["linear"])["linear"]
         found.setdefault(row, []).append(run)
-        best_first = sorted(found.items(), key=compare.linear_of_row, reverse=True)
-        common.write(name, dict(best_first))
+        common.write(name, compare.best_first(found))
 
 
 def plan_of(name, folders, out):

@@ -24,7 +24,7 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     if not ranks.is_first():
         return found
     if images.classes:
-        found = dict(sorted(found.items(), key=linear_of_row, reverse=True))
+        found = best_first(found)
     runs.write_json(out / "compare.json", found)
     print(f"\n{table_of(found)}\n")
     if len(found) > 1:
@@ -54,9 +54,10 @@ def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
         yield from zip(plan, of_seed, strict=True)
 
 
-def linear_of_row(row: tuple) -> float:
-    """Return the mean linear accuracy of a row, which is (name, results)."""
-    return mean(run["linear"] for run in row[1])
+def best_first(found: dict[str, list]) -> dict[str, list]:
+    """Sort {name: results of each seed} by the mean linear accuracy."""
+    means = {name: mean(run["linear"] for run in results) for name, results in found.items()}
+    return {name: found[name] for name in sorted(means, key=means.get, reverse=True)}
 
 
 def table_of(found: dict[str, list]) -> str:

@@ -358,9 +358,8 @@ def from_folder(folder: Path) -> tuple:
     places = places_of(folder, paths)
     sets = [Folder(place, paths) for place in places]
     read = {path for part in sets for path in part.imgs}
-    for path in paths:
-        if path not in read:
-            left_out[path] = "lie beside the folders that are read"
+    beside = [path for path in paths if path not in read]
+    left_out |= dict.fromkeys(beside, "lie beside the folders that are read")
     for reason in sorted(set(left_out.values())):
         names = [path.relative_to(folder) for path, why in left_out.items() if why == reason]
         message = f"In {folder}, {len(names)} files or folders are left out, as they {reason}"

@@ -14,19 +14,16 @@ from collections.abc import Iterator
 import torch
 from torch import distributed
 
-COUNT = int(os.environ.get("WORLD_SIZE", 1))  # of ranks, which torchrun sets
+# torchrun sets these variables
+COUNT = int(os.environ.get("WORLD_SIZE", 1))  # of ranks
+DEVICE = "cpu"
+if torch.cuda.is_available():
+    DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # each process has a GPU of its own
 
 
 def is_first() -> bool:
     """Whether this process is the one that prints and saves."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
-
-
-def device() -> str:
-    """Name the device of this process, a GPU of its own if there is one."""
-    if torch.cuda.is_available():
-        return f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    return "cpu"
 
 
 @contextlib.contextmanager
@@ -36,13 +33,12 @@ def joined() -> Iterator[None]:
         yield
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(device())
+        torch.cuda.set_device(DEVICE)
     # By default a rank waits for ten minutes, in which rank 0 may still read images.
     wait = datetime.timedelta(hours=2)
     store, rank, size = next(distributed.rendezvous("env://", timeout=wait))
     # After a restart the store still has what earlier ranks wrote. So each start has a prefix.
-    prefix = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    store = distributed.PrefixStore(prefix, store)
+    store = distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     distributed.init_process_group(store=store, rank=rank, world_size=size, timeout=wait)
     out, error = sys.stdout, sys.stderr
     if not is_first():

@@ -174,9 +174,8 @@ def print_table(results: dict) -> None:
     print()
     for line in cells(rows_of(results)):
         print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
-    if results["linear"] is None:  # there are no classes
-        return
-    if results["linear"] <= max(results["untrained"]["linear"], results["raw"]["linear"]):
+    known = [row["linear"] for row in (results["untrained"], results["raw"])]
+    if results["linear"] is not None and results["linear"] <= max(known):
         print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
 
 
@@ -358,8 +357,7 @@ def weights_of(z: Tensor, options) -> Tensor:
         seen.append(log_w)
         return pos[:, 0]
 
-    given = {name: getattr(options, name) for name in hardneg.DEFAULTS if name in vars(options)}
-    given |= {"objective": keep, "block_size": 0}
+    given = options.of("loss") | {"objective": keep, "block_size": 0}
     hardneg.contrastive_loss(z, negatives=z, positive_index=torch.arange(len(z)), **given)
     return seen[0].exp()
 

@@ -24,8 +24,7 @@ def folder_of(options, last: str) -> Path:
 
 def write_json(path: Path, content: dict) -> None:
     """Write a dict as JSON."""
-    text = json.dumps(content, indent=2, default=str)
-    write_whole(path, [f"{text}\n".encode()])
+    write_whole(path, [json.dumps(content, indent=2, default=str).encode(), b"\n"])
 
 
 def write_results(folder: Path, results: dict) -> None:

@@ -619,7 +619,7 @@ have classes, --labels gives them to the loss.
 --loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
 --loss supcon --labels |
 --method diffhard |
---root there | --root has no effect with --method simclr and --loss hcl. It is for cifar10, \
+--root there | --root has no effect with --data shapes. It is for cifar10, \
 cifar100, stl10, svhn, fashion-mnist.
 --root there --data svhn |
 --micro-batch 64 |
