@@ -268,15 +268,15 @@ def contrastive_loss(
                     1. K rows of `negatives` were drawn with replacement, row j with the probability
                     q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
                     estimates the sum over all rows.
-                    2. There are no `negatives`, and the samples of the batch were drawn. Each of
-                    the n draws takes sample j with the probability q_j. Pass log q⁺_i − log q_j
-                    (A, N), with `nce`. Here q⁺_i is the probability of the sample that the positive
-                    of anchor i shows. With two views of a sample it is q_i. With one view and
-                    labels it is that of another sample. Sample j is expected n q_j times, and each
-                    term of a sum over samples is divided by that. So the terms of `nce` become
-                    e^p / (n q⁺_i) and e^s / (n q_j). `nce` is the log of a quotient of such terms,
-                    and does not change if all of them are multiplied by n q⁺_i. That leaves e^p
-                    alone, and gives e^s the factor q⁺_i / q_j.
+                    2. There are no `negatives`, and the samples of the batch were drawn, sample j
+                    with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
+                    `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
+                    shows. With two views of a sample it is q_i. With one view and labels it is that
+                    of another sample. This is the usual logQ correction of a softmax. It divides
+                    each term, that of the positive as well, by the probability of its sample. So
+                    the terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a quotient of
+                    them, and does not change if all are multiplied by q⁺_i. That leaves e^p alone,
+                    and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -338,9 +338,7 @@ def answer(anchors, shared, options):
     """Answer the three questions for some anchors. The answers for an anchor use its row alone.
     Section 7 calls this for a whole batch or block after block, and may call it twice.
     `_statistics` calls it, too. So `answer`, and all that it calls, keeps no state, draws no
-    numbers, and does not communicate between ranks. Which tensors it uses may depend on shapes and
-    options, but not on the numbers in a tensor. These differ between ranks, and section 7 says why
-    that matters."""
+    numbers, and does not communicate between ranks."""
     # 1. Who could be a negative?
     pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
     if shared.plain:
@@ -856,7 +854,7 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Rows that positive_index names stay what the table says.
+# as positives, too. Rows that positive_index names are left out of these.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -921,7 +919,8 @@ def _line_up(options, views, given):
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
     # A single view needs labels or positive_index, and both make `plain` False. So views[1] exists.
-    if plain and not in_batch and _may_read(z) and (negatives == views[1][0]).all(-1).any():
+    is_shared = plain and not in_batch and of_each is None
+    if is_shared and _may_read(z) and (negatives == views[1][0]).all(-1).any():
         _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
     return known, _Shared(
@@ -1042,7 +1041,7 @@ def _statistics(anchors, shared, options):
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
     size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
     return {
-        "clamped": (n.new_zeros(()) + found.lacking[2]) / len(n),  # it can be a plain 0
+        "clamped": found.lacking[2] / n.new_full((), len(n)),  # a tensor, also of a plain 0
         "ess": (size / n).nanmean(),
         "positive": positive.nanmean(),
         "negative": negative.nanmean(),
@@ -1313,6 +1312,10 @@ def _evaluate(anchors, shared, group, options):
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, n_anchors, options)
+    if group is not None:
+        # A rank may have used only some of these fields. With this the backward pass reaches all.
+        fields = _learned(anchors + shared)
+        value = _Attach.apply(value, _times, [None] * len(fields), *fields)
     if options["reduction"] == "none":
         return value
     # In blocks value can be a sum already, and sum() leaves it as it is. count is the number of
@@ -1362,10 +1365,9 @@ def _in_blocks(anchors, shared, options, size):
     """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
     Its three ways are
         a function of the user's learns   autograd does it all at once, and returns losses (A,)
-        reduction is mean or sum          `_Summed` has the gradient, which was found while the
-                                          matrix of a block was in memory
-        reduction is "none"               `_Single` computes each block again in the backward
-                                          pass"""
+        reduction is mean or sum          the gradient was found while the matrix of a block was
+                                          in memory, and is kept for the backward pass
+        reduction is "none"               the backward pass computes each block again"""
     run = functools.partial(_run_blocks, anchors, shared, options, size)
     summed = options["reduction"] != "none"
     ones = torch.ones_like(anchors.scaled[:, 0])
@@ -1375,9 +1377,10 @@ def _in_blocks(anchors, shared, options, size):
     value, lacking, gradients = found
     inputs = _learned(anchors + shared)  # gradient k belongs to input k, see `_learned`
     if summed:
-        return _Summed.apply(value.sum(), gradients, *inputs), lacking
+        return _Attach.apply(value.sum(), _times, gradients, *inputs), lacking
+    # `run` does not return None again. It reads the tensors that are saved here.
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
-    return _Single.apply(value, run, tensors, *inputs), lacking
+    return _Attach.apply(value, lambda grad, _: run(grad)[2], tensors, *inputs), lacking
 
 
 def _run_blocks(anchors, shared, options, size, grad_losses):
@@ -1445,41 +1448,27 @@ def _leaves(node):
     return {id(node.variable) for node in seen if hasattr(node, "variable")}
 
 
-class _Summed(torch.autograd.Function):
-    """A sum whose gradients are known already, one for each of the inputs."""
+class _Attach(torch.autograd.Function):
+    """Attach inputs to a value. In the backward pass find(grad, tensors) returns their gradients.
+    What `find` needs is saved in tensors. Autograd raises an error if one of them is changed in
+    place before the backward pass."""
 
     @staticmethod
-    def forward(ctx, value, gradients, *inputs):
-        ctx.save_for_backward(*gradients)
-        return value
-
-    @staticmethod
-    def backward(ctx, grad):
-        _only_once()
-        # A gradient is None if no block of this rank used the input. TestGather has such a loss, by
-        # a function of the user's. Autograd still runs the backward pass of the `gather` that made
-        # the input, with zeros in place of None. Do not leave such an input out of `inputs`. This
-        # rank would skip that backward pass, in which the others wait.
-        return None, None, *(None if x is None else grad * x for x in ctx.saved_tensors)
-
-
-class _Single(torch.autograd.Function):
-    """Losses of single anchors. The backward pass calls `run`, which finds their gradients.
-    All tensors that `run` reads are saved for one reason. Autograd then raises an error if one of
-    them is changed in place before the backward pass."""
-
-    @staticmethod
-    def forward(ctx, value, run, tensors, *inputs):
-        ctx.run = run
+    def forward(ctx, value, find, tensors, *inputs):
+        ctx.find = find
         ctx.save_for_backward(*tensors)
         return value
 
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        _ = ctx.saved_tensors  # autograd looks for changes here
-        # `run` does not return None here, or else `_in_blocks` would have got None from it before
-        return (None,) * 3 + tuple(ctx.run(grad)[2])
+        # For a gradient that is None autograd goes on with zeros. It does not stop.
+        return grad, None, None, *ctx.find(grad, ctx.saved_tensors)
+
+
+def _times(grad, gradients):
+    """Multiply known gradients of a sum by that of the sum. Those that are None stay None."""
+    return [None if x is None else grad * x for x in gradients]
 
 
 def _only_once():
@@ -1504,41 +1493,29 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
-#     the backward pass, or none does. This table has all calls but those of checks, which have no
-#     gradient.
+#     the backward pass, or none does. `_evaluate` sees to that. It attaches to the result each
+#     field of `_Anchors` and `_Shared` that has a gradient. So the backward pass reaches this field
+#     on each rank, with blocks or without, whatever a function of the user's has used there. This
+#     table has all calls but those of checks, which have no gradient.
 #         `gather` of               in            its backward pass runs
-#         candidates                `_line_up`    on all ranks
+#         candidates                `_line_up`    on all ranks, as they are a field
 #         labels of candidates      `_line_up`    never, as they have no gradient
-#         `scaled`                  `_couple`     on all ranks, through g; if weights are detached,
-#                                                 never, as the kernel has no graph
+#         `scaled`                  `_couple`     on all ranks, as g is computed from it, and is the
+#                                                 field `potential`; if weights are detached, never,
+#                                                 as the kernel has no graph
 #         `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
 #                                                 pos, and `_mask_` reads it under no_grad
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
-#     Why do the passes of candidates and of `scaled` run on all ranks?
-#       - With blocks a pass runs, whether or not a block used the tensor. The reason is that each
-#         field of `_Anchors` and `_Shared` with a gradient is an input of `_Summed` or `_Single`.
-#         The candidates are such a field. The tensors that `_couple` gathers are not fields. But
-#         g is computed from them, and g is the field `potential`.
-#       - Without blocks a pass runs only if `answer` used the tensor. So `answer` has to use it on
-#         all ranks.
-#       - Some ranks may work with blocks, and others without. For example, a function of the user's
-#         has a parameter, and uses it only for cosines above 0.9. Where it is used, `_run_blocks`
-#         gives up blocks. All ranks still run the same passes, and TestGather has such a loss.
-#     All ranks run these two passes in the same order, first that of `scaled`. Both tensors enter
-#     the kernel, so neither pass is ready before the gradient has gone through it. Of passes that
-#     are ready, autograd takes the one whose call came last.
-#   - If you add a tensor that requires a gradient, take these steps.
-#         1. Make it a field of `_Anchors` or `_Shared`.
-#         2. Use it in `answer` in every call, whatever values it has.
-#         3. If it has a row for each candidate, gather it in `_line_up`, and add a line to this
-#            table.
-#         4. If it has a row for each anchor, it is gathered by `_couple`, as all fields of
-#            `_Anchors` are. `kernel_of` there must use it on all ranks, or on none. Say which in
-#            a line of this table.
-#         5. If you gather it, see that its pass keeps its place in the order of the others.
-#         6. Add a variant in which it has a gradient to VARIANTS of the tests. TestGather sees
-#            nothing else.
+#     These passes run in the reverse order of the calls, on all ranks. The reason is that autograd
+#     takes, of the nodes that are ready, the one that was made last. All nodes between the loss and
+#     a `gather` were made after that `gather`.
+#   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
+#     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
+#     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
+#     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
+#     Add a variant in which it has a gradient to VARIANTS of the tests. TestGather sees nothing
+#     else.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -2081,8 +2058,8 @@ def _blur(x, deviation, chosen):
 
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
-# The tests are TestEncoder, TestMemoryBank and TestWrappers. Those of `group` are in
-# training/test_ranks.py.
+# The tests are TestEncoder, TestMemoryBank and TestWrappers, which has uniformity. TestTraining has
+# the steps of optimizers, and training/test_ranks.py has `group`.
 
 
 class Encoder(nn.Module):
@@ -2670,8 +2647,8 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
-    twice. If you use DistributedDataParallel, call the returned function inside the module that you
-    wrap.
+    twice. If you use DistributedDataParallel, do not pass the wrapped module as encoder. Wrap a
+    module whose forward calls the returned function.
     Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
@@ -2754,7 +2731,8 @@ class Training:
                    {"alpha": lambda p: lead_in(p, 0.1)}.
     micro_batch    How many images the encoder takes at a time. By default it takes all.
     bfloat16       Whether a step uses autocast to bfloat16. By default it does if torch says that
-                   the hardware computes in bfloat16. On a CPU torch 2.10 does not say it.
+                   the hardware computes in bfloat16. On a CPU torch 2.10 does not say it,
+                   so there the default is off.
     seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
                    to rounding.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks

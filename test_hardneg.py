@@ -671,10 +671,11 @@ def losses_of(group):
     each = contrastive_loss(images, texts, **options)  # of the own anchors
     found.append(each.detach().view(2, -1)[:, :3])  # those of the first rank
     add(each.mean() - each.mean().detach())  # the gradient alone, as the means of ranks differ
-    # blocks of rank 1 do not use the candidates, but the backward pass of `gather` waits for it
+    # rank 1 does not use the candidates, but the backward pass of `gather` waits for it
     marks = (share > 2).double().repeat(2)[:, None].expand(-1, 12)
-    options = {"objective": without_candidates, "log_weights": marks, "block_size": 4}
-    add(contrastive_loss(images, texts, group=group, **options))
+    options = {"objective": without_candidates, "log_weights": marks, "group": group}
+    for size in (0, 4):
+        add(contrastive_loss(images, texts, block_size=size, **options))
     # on rank 0 the function learns something, so this rank does without blocks, and rank 1 does not
     learned = torch.zeros((), dtype=torch.float64, requires_grad=rank == 0)
     options = {"loss": "ot", "detach_weights": False, "block_size": 4, "group": group}
@@ -1197,6 +1198,8 @@ class TestNamedPositives:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             contrastive_loss(x, y, negatives=x)
+            others = torch.tensor([[1, 2], [0, 2], [0, 1]])  # for each sample rows of its own
+            contrastive_loss(x, y, negatives=y[others])
             contrastive_loss(x, y, negatives=y, positive_index=torch.arange(3))
             contrastive_loss(x, y, negatives=y, negative_mask=~torch.eye(3, dtype=torch.bool))
             contrastive_loss(x, y, negatives=y, labels=[0, 1, 2, 0, 1, 2])
