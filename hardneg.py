@@ -272,11 +272,11 @@ def contrastive_loss(
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
                     shows. With two views of a sample it is q_i. With one view and labels it is that
-                    of another sample. This is the usual logQ correction of a softmax. It divides
-                    each term, that of the positive as well, by the probability of its sample. So
-                    the terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a quotient of
-                    them, and does not change if all are multiplied by q⁺_i. That leaves e^p alone,
-                    and gives e^s the factor q⁺_i / q_j.
+                    of another sample, which has to be one alone. This is the usual logQ correction
+                    of a softmax. It divides each term, that of the positive as well, by the
+                    probability of its sample. So the terms become e^p / q⁺_i and e^s / q_j. `nce`
+                    is the log of a quotient of them, and does not change if all are multiplied by
+                    q⁺_i. That leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -714,21 +714,22 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
-# of Σ_j w_j. In the code log E is log_negatives − log_total. These cases come up.
+# of Σ_j w_j. In the code log E is log_negatives − log_total.
+# Some anchors have no negatives. Without candidates log_negatives is −2e30, the sum of a masked
+# logit and a masked log weight, and log_total is −1e30. If a rule drops all candidates, both are
+# about −1e30, and their difference log E is noise, a rounding error of up to 1e23. `published`
+# turns any log E into a finite number with a finite gradient. So what it returns does not tell
+# that an anchor has no negatives, and log_total tells it. These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     with too little left     finite    finite   the floor             finite      finite
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    noise     finite   anything finite       −1e30       below FAR
-#     without either           −1e30     −1e30    anything finite       −1e30       below FAR
+#     all dropped by a rule    noise     finite   something finite      −1e30       below FAR
+#     without either           −1e30     −1e30    something finite      −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
-# without negatives. Without candidates log_negatives is −2e30, the sum of a masked logit and a
-# masked log weight, and log_total is −1e30. If a rule drops all candidates, both are about −1e30,
-# and their difference is noise, a rounding error of up to 1e23. `published` turns any log E into a
-# finite number with a finite gradient. So what it returns does not tell that an anchor has no
-# negatives, and log_total tells it. If you change `debias`, keep adding log_total after
-# `published`. Without positives `answer` makes the loss 0.
+# without negatives. If you change `debias`, keep adding log_total after `published`. Without
+# positives `answer` makes the loss 0.
 # TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
 
 
@@ -800,12 +801,12 @@ class _Anchors(NamedTuple):
     #              those by label, and puts those by index in place of (A, 0). No entry here may be
     #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
-    #              are never candidates. If positives_by_index is True, they are its positives. In
-    #              a loss the entries of a row are distinct, apart from −1. positive_index may
-    #              repeat some, which would be positives twice, so `_each_once` leaves one of each.
-    #              In a batch they are distinct by themselves. If `plain` is True, `answer` relies
-    #              on that, as it takes own.shape[1] for the number of masked columns. In `mine`
-    #              entries may repeat, as it neither counts them nor sums over them
+    #              are never candidates. If positives_by_index is True, they are its positives.
+    #              positive_index may repeat entries, which would be positives twice. `_each_once`
+    #              removes repeats. So in a loss the entries of a row are distinct, apart from −1.
+    #              If `plain` is True, `answer` relies on that, as it takes own.shape[1] for the
+    #              number of masked columns. In `mine` entries may repeat, as it neither counts them
+    #              nor sums over them
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -1301,25 +1302,28 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 
 def _evaluate(anchors, shared, group, options):
-    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
+    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks.
+    If you add a term for each anchor, add it in `answer`. Here value can be a sum already. If you
+    add one number for this rank, add it after `value.sum()`. With "mean" it is then divided as the
+    sum is, and "none" does not have it."""
     n_anchors = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
-        # Unless reduction is "none", value can be a sum already, so losses of single anchors cannot
-        # be changed here. Change them in `answer`.
         value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
     else:
         value, lacking = answer(anchors, shared, options)[:2]
     if _may_read(value):
         _warn_of(lacking, n_anchors, options)
     if group is not None:
-        # A rank may have used only some of these fields. With this the backward pass reaches all.
+        # A function of the user's may leave a field unused on one rank. The backward pass of the
+        # field's `gather` would not run there, and other ranks would wait for it. So attach all
+        # fields, with the gradient None.
         fields = _learned(anchors + shared)
         value = _Attach.apply(value, _times, [None] * len(fields), *fields)
     if options["reduction"] == "none":
         return value
-    # In blocks value can be a sum already, and sum() leaves it as it is. count is the number of
-    # anchors with a positive.
+    # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
+    # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
     if group is not None:
         value, count = _over_ranks(value, count, group)
@@ -1378,7 +1382,8 @@ def _in_blocks(anchors, shared, options, size):
     inputs = _learned(anchors + shared)  # gradient k belongs to input k, see `_learned`
     if summed:
         return _Attach.apply(value.sum(), _times, gradients, *inputs), lacking
-    # `run` does not return None again. It reads the tensors that are saved here.
+    # `run` does not return None again. It holds these tensors itself. They are saved only so that
+    # autograd notices if they are changed in place.
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
     return _Attach.apply(value, lambda grad, _: run(grad)[2], tensors, *inputs), lacking
 
@@ -1528,11 +1533,11 @@ def _uncompiled(function, *arguments):
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
-# A new term of the loss has to keep to this. So add it to value before `_over_ranks`. TestGather
-# compares gradients of several ranks with one process. A new reduction that is a multiple of a
-# sum goes into the end of `_evaluate`. One that is not, such as a maximum, cannot be added.
-# Blocks are summed, and anchors without a positive have a loss of 0. Users who want a maximum
-# take "none", and reduce the losses themselves.
+# A new term of the loss has to keep to this. The help of `_evaluate` says where it goes. TestGather
+# compares gradients of several ranks with one process. A new reduction that is a multiple of a sum
+# goes into the end of `_evaluate`. One that is not, such as a maximum, cannot be added. Blocks are
+# summed, and anchors without a positive have a loss of 0. Users who want a maximum take "none", and
+# reduce the losses themselves.
 
 
 def _over_ranks(value, count, group):
@@ -2774,7 +2779,7 @@ class Training:
             raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
         # DistributedDataParallel mixes gradients up if the memory format changes after it is made
         _require(
-            not hasattr(encoder, "reducer"), "encoder", "a DistributedDataParallel", "ddp.module"
+            not hasattr(encoder, "reducer"), "encoder", "a DistributedDataParallel", "its module"
         )
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device

@@ -34,7 +34,7 @@ def study(name, folders, out):
             encoder = common.encoder_of(options.out)
             run["transfer"] = report.evaluate(encoder, images.load(), ["linear"])["linear"]
         found.setdefault(row, []).append(run)
-        common.write(name, compare.best_first(found))
+        common.write(name, found)
 
 
 def plan_of(name, folders, out):

@@ -23,8 +23,6 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
         found[name].append(train(options, images, known))
     if not ranks.is_first():
         return found
-    if images.classes:
-        found = best_first(found)
     runs.write_json(out / "compare.json", found)
     print(f"\n{table_of(found)}\n")
     if len(found) > 1:
@@ -43,8 +41,7 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     plan = {row.loss: [] for row in rows}
     for row in rows:
         for seed in range(row.seed, row.seed + seeds):
-            folder = out / f"{row.loss}-{seed}"
-            plan[row.loss].append(row.but(**alike, seed=seed, out=folder))
+            plan[row.loss].append(row.but(**alike, seed=seed, out=out / f"{row.loss}-{seed}"))
     return plan
 
 
@@ -54,17 +51,14 @@ def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
         yield from zip(plan, of_seed, strict=True)
 
 
-def best_first(found: dict[str, list]) -> dict[str, list]:
-    """Sort {name: results of each seed} by the mean linear accuracy."""
-    means = {name: mean(run["linear"] for run in results) for name, results in found.items()}
-    return {name: found[name] for name in sorted(means, key=means.get, reverse=True)}
-
-
 def table_of(found: dict[str, list]) -> str:
-    """Write {name: results of each seed} as a Markdown table.
+    """Write {name: results of each seed} as a Markdown table, in the order of linear accuracy.
     With several seeds, the last column has the difference of each row to that of SimCLR, or else to
     the first row. It is the mean over seeds ± half the width of Student's 95 % interval."""
     some = next(iter(found.values()))
+    if some[0]["linear"] is not None:  # there are classes
+        means = {name: mean(run["linear"] for run in results) for name, results in found.items()}
+        found = {name: found[name] for name in sorted(means, key=means.get, reverse=True)}
     rows = {f"`{name}`": results for name, results in found.items()}
     rows["untrained encoder"] = [run["untrained"] for run in some]
     rows["raw pixels"] = [some[0]["raw"]]

@@ -172,8 +172,7 @@ def even(labels: Tensor, n: int) -> Tensor:
 
 def at_most(images: Images, n: int) -> Images:
     """Take about n training and n test images, an equal share of each class."""
-    some = even(images.train_labels, n)
-    others = even(images.test_labels, n)
+    some, others = even(images.train_labels, n), even(images.test_labels, n)
     train = Rows(images.train, some), images.train_labels[some]
     return Images(*train, Rows(images.test, others), images.test_labels[others], images.classes)
 
@@ -436,8 +435,8 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
     broken = [fact for fact in facts if isinstance(fact, str)]
     if broken:
         message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
-        again = "" if found is None else " To try them again, remove what --cache keeps."
-        warnings.warn(f"{message}, for example {some(broken)}.{again}", stacklevel=1)
+        again = "To try them again, remove what --cache keeps."
+        warnings.warn(f"{message}, for example {some(broken)}. {again}", stacklevel=1)
         readable = [k for k, fact in enumerate(facts) if isinstance(fact, int)]
         images, labels = Rows(images, torch.tensor(readable, dtype=torch.long)), labels[readable]
         facts = [facts[k] for k in readable]

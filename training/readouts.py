@@ -20,8 +20,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
     check_finite(train=train, test=test)
     labels = train_labels.long()
     no_answers = labels.new_full((len(test), 1), -1)
-    given = {"positives": no_answers, "scores": True}
-    index, cosines = hardneg.mine(test.float(), train.float(), k, **given)  # (m, k)
+    index, cosines = hardneg.mine(test.float(), train.float(), k, positives=no_answers, scores=True)
     weights = (cosines / temperature).softmax(1)  # 0 where there are no more rows
     votes = weights.new_zeros(len(test), int(labels.max()) + 1)
     votes.scatter_add_(1, labels[index], weights)

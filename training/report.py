@@ -23,8 +23,7 @@ from training import flag_of, readouts, runs, shown, write_whole
 from training.cache import Rows
 from training.images import Images, at_most, even
 
-COLUMNS = {"linear": "linear %", "knn": "kNN %"}
-COLUMNS |= {"uniformity": "uniformity", "tolerance": "tolerance"}
+COLUMNS = dict(linear="linear %", knn="kNN %", uniformity="uniformity", tolerance="tolerance")
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped d_loss g_loss".split()
 READOUT = 100_000  # a readout takes no more images, as their features must fit into memory
