@@ -973,8 +973,8 @@ def who(anchors, shared, options):
 # in `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save
 # neg. A positive must not be a candidate as well, so mask it, as the next paragraph says. Nor may
 # it come from two sources, as it would count twice. If the source serves a single view, let it in
-# by `_check_call`, and let it make `plain` False. Add a line to the table above `_line_up`. Then
-# add the source to `_who_is_who` of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
+# by `_check_call`. Add a line to the table above `_line_up`. Then add the source to `_who_is_who`
+# of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
 #
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
@@ -1382,8 +1382,7 @@ def _in_blocks(anchors, shared, options, size):
     inputs = _learned(anchors + shared)  # gradient k belongs to input k, see `_learned`
     if summed:
         return _Attach.apply(value.sum(), _times, gradients, *inputs), lacking
-    # `run` does not return None again. It holds these tensors itself. They are saved only so that
-    # autograd notices if they are changed in place.
+    # `run` will not return None, as it did not do so just now, for the same blocks.
     tensors = [x for x in anchors + shared if torch.is_tensor(x)]
     return _Attach.apply(value, lambda grad, _: run(grad)[2], tensors, *inputs), lacking
 
@@ -1455,8 +1454,14 @@ def _leaves(node):
 
 class _Attach(torch.autograd.Function):
     """Attach inputs to a value. In the backward pass find(grad, tensors) returns their gradients.
-    What `find` needs is saved in tensors. Autograd raises an error if one of them is changed in
-    place before the backward pass."""
+    used by                     find                        tensors
+    `_in_blocks`, mean or sum   `_times`                    the gradients, which are known
+    `_in_blocks`, "none"        computes the blocks again   what it reads, saved only so that
+                                                            autograd raises an error if it is
+                                                            changed in place before
+    `_evaluate`, over ranks     `_times`                    None for each input, for which
+                                                            autograd goes on with zeros, and
+                                                            so reaches each `gather`"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
@@ -1467,7 +1472,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        # For a gradient that is None autograd goes on with zeros. It does not stop.
         return grad, None, None, *ctx.find(grad, ctx.saved_tensors)
 
 
@@ -1513,8 +1517,9 @@ def _uncompiled(function, *arguments):
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
 #     These passes run in the reverse order of the calls, on all ranks. The reason is that autograd
-#     takes, of the nodes that are ready, the one that was made last. All nodes between the loss and
-#     a `gather` were made after that `gather`.
+#     takes, of the nodes that are ready, the one that was made last. While a later `gather` still
+#     waits, a node between it and the loss is ready. That node was made after both calls, so it is
+#     taken before the earlier `gather`.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
@@ -1592,15 +1597,16 @@ def _share(n, group):
 
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
-# Compiled code runs these checks, too, and on a GPU the host must not wait. So read no value
-# without `_may_read`. Sinkhorn alone is an exception, see `_stops`. TestLargeBatches compiles
-# losses, TestReadyForAGPU counts what the host reads, and TestInvalidArguments has the errors. With
-# ranks, a check that fails on one rank alone leaves the others waiting in their next `gather`. They
-# wait until the launcher ends them. For most arguments we accept that. Two checks compare what is
-# likely to differ between ranks. First `_check_ranks` compares the number and the shape of the
-# views, and NaN in them. Then `_check_negatives` compares rows (K, D) that all ranks have to share.
-# A check that communicates must run on all ranks. So it may depend on the device and on which
-# arguments are given, but not on values.
+# Compiled code checks shapes and options, too. It does not check values, and neither does a GPU, as
+# the host must not wait for it. So read no value without `_may_read`. Sinkhorn alone is an
+# exception, see `_stops`. TestLargeBatches compiles losses, TestReadyForAGPU counts what the host
+# reads, and TestInvalidArguments has the errors. With ranks, a check that fails on one rank alone
+# leaves the others waiting in their next `gather`. They wait until the launcher ends them. For most
+# arguments we accept that. Two checks compare what is likely to differ between ranks. First
+# `_check_ranks` compares the number and the shape of the views, and NaN in them. Then
+# `_check_negatives` compares rows (K, D) that all ranks have to share. A check that communicates
+# must run on all ranks. So it may depend on the device and on which arguments are given, but not on
+# values.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -2691,7 +2697,7 @@ def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
 
 def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
     """Lower the share of candidates that `top` keeps from 1 to α, and reach α at progress `until`.
-        α^{min(1, progress / until)}    for a progress in [0, 1]
+        α^{min(1, progress / until)}    for a progress in [0, 1], and until > 0
 
     Before training, the nearest candidates are those of a similar background and colour. They teach
     little."""
