@@ -32,7 +32,7 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
 
 
 def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
-    """Plan the runs of a comparison from the `train.Options` of each loss → {loss: its runs}.
+    """Plan the runs of a comparison → {loss: its runs}. rows are `train.Options` of each loss.
     All losses get the same epochs, batch size and learning rate."""
     require(seeds >= 1, "--seeds", seeds, "at least 1")
     alike = {"epochs": max(row.epochs for row in rows)}
@@ -53,8 +53,8 @@ def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
 
 def table_of(found: dict[str, list]) -> str:
     """Write {name: results of each seed} as a Markdown table, in the order of linear accuracy.
-    With several seeds, the last column has the difference of each row to that of SimCLR, or else to
-    the first row. It is the mean over seeds ± half the width of Student's 95 % interval."""
+    With several seeds, the last column has the gain of each row over SimCLR. Without SimCLR it is
+    the gain over the first row. Behind ± is half the width of Student's 95 % interval."""
     some = next(iter(found.values()))
     if some[0]["linear"] is not None:  # there are classes
         means = {name: mean(run["linear"] for run in results) for name, results in found.items()}
