@@ -10,7 +10,7 @@ from training.images import read
 
 
 def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
-    """Train all runs of a plan that are not finished, and print a table of their results.
+    """Train all runs of a plan that are not finished. Print a table of their results.
     plan has a list of `train.Options` for each row. `plan_of` makes it.
     train(options, images, known) trains one run and returns its results."""
     in_order = list(seed_by_seed(plan))
