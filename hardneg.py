@@ -272,11 +272,12 @@ def contrastive_loss(
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
                     shows. With two views of a sample it is q_i. With one view and labels it is that
-                    of another sample, which has to be one alone. This is the usual logQ correction
-                    of a softmax. It divides each term, that of the positive as well, by the
-                    probability of its sample. So the terms become e^p / q⁺_i and e^s / q_j. `nce`
-                    is the log of a quotient of them, and does not change if all are multiplied by
-                    q⁺_i. That leaves e^p alone, and gives e^s the factor q⁺_i / q_j.
+                    of the sample with the same label, and there must be exactly one. This is the
+                    usual logQ correction of a softmax. It divides each term, that of the positive
+                    as well, by the probability of its sample. So the terms become e^p / q⁺_i and
+                    e^s / q_j. `nce` is the log of a quotient of them, and does not change if all
+                    are multiplied by q⁺_i. That leaves e^p alone, and gives e^s the factor
+                    q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -802,11 +803,11 @@ class _Anchors(NamedTuple):
     #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives.
-    #              positive_index may repeat entries, which would be positives twice. `_each_once`
-    #              removes repeats. So in a loss the entries of a row are distinct, apart from −1.
-    #              If `plain` is True, `answer` relies on that, as it takes own.shape[1] for the
-    #              number of masked columns. In `mine` entries may repeat, as it neither counts them
-    #              nor sums over them
+    #              positive_index may repeat entries, which would be positives twice, so
+    #              `_each_once` removes repeats. Columns that `_line_up` makes itself are distinct,
+    #              too. Keep that, as `answer` takes own.shape[1] for the number of masked columns
+    #              if `plain` is True. In `mine` entries may repeat, as it neither counts them nor
+    #              sums over them
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -824,11 +825,11 @@ class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient should be a field here. If
     `_run_blocks` finds another one, it gives up blocks, and the whole batch is computed in one go.
     In one process this only takes memory. Over ranks see the rules of section 7.
-    A new argument with an entry for each sample or candidate fills two fields, as `labels` does.
-    The field of `_Anchors` holds the argument's first B entries, repeated for all views that have
-    anchors. The field of `_Shared` holds these, gathered over ranks, or, with `negatives`, the
-    argument's last K entries. `_check_call` and `_check_negatives` check it. Add it to VARIANTS and
-    DRAWN of the tests. New fields go last, and have a default."""
+    A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
+    fields, as `labels` does. The field of `_Anchors` holds the argument's first B entries, repeated
+    for all views that have anchors. The field of `_Shared` holds these, gathered over ranks, or,
+    with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check it.
+    Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -1453,15 +1454,17 @@ def _leaves(node):
 
 
 class _Attach(torch.autograd.Function):
-    """Attach inputs to a value. In the backward pass find(grad, tensors) returns their gradients.
-    used by                     find                        tensors
-    `_in_blocks`, mean or sum   `_times`                    the gradients, which are known
-    `_in_blocks`, "none"        computes the blocks again   what it reads, saved only so that
-                                                            autograd raises an error if it is
-                                                            changed in place before
-    `_evaluate`, over ranks     `_times`                    None for each input, for which
-                                                            autograd goes on with zeros, and
-                                                            so reaches each `gather`"""
+    """Attach inputs to a value. In the backward pass find(grad, tensors) returns a gradient or None
+    for each of the inputs, in their order. It is used in three ways.
+        by                          find                        tensors
+        `_in_blocks`, mean or sum   `_times`                    the gradients, which are known
+        `_in_blocks`, "none"        computes the blocks again   what it reads. It holds these
+                                                                itself. They are saved so that
+                                                                autograd raises an error if the
+                                                                caller changes one in place
+        `_evaluate`, over ranks     `_times`                    None for each input. Autograd goes
+                                                                on with zeros, and so reaches each
+                                                                `gather`"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
@@ -1504,8 +1507,10 @@ def _uncompiled(function, *arguments):
 #   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
 #     the backward pass, or none does. `_evaluate` sees to that. It attaches to the result each
 #     field of `_Anchors` and `_Shared` that has a gradient. So the backward pass reaches this field
-#     on each rank, with blocks or without, whatever a function of the user's has used there. This
-#     table has all calls but those of checks, which have no gradient.
+#     on each rank, with blocks or without, whatever a function of the user's has used there. The
+#     pass of a `gather` runs on all ranks if its result is such a field, or if such a field was
+#     computed from it. It runs on no rank if its result has no gradient, or is used under no_grad.
+#     This table has all calls but those of checks, which have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         labels of candidates      `_line_up`    never, as they have no gradient
@@ -1516,16 +1521,18 @@ def _uncompiled(function, *arguments):
 #                                                 pos, and `_mask_` reads it under no_grad
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
-#     These passes run in the reverse order of the calls, on all ranks. The reason is that autograd
-#     takes, of the nodes that are ready, the one that was made last. While a later `gather` still
-#     waits, a node between it and the loss is ready. That node was made after both calls, so it is
-#     taken before the earlier `gather`.
+#     These passes run in the reverse order of the calls, on all ranks. Let G1 be the first call,
+#     and G2 the second. All nodes of the graph between them and the loss were made later. In the
+#     backward pass autograd takes, of the nodes that have their gradient, the one that was made
+#     last. If G2 does not have its gradient yet, a node nearer to the loss has one. That node is
+#     newer than G1, so it comes before G1. Then G2 comes, which is newer than G1 as well. This
+#     holds on a single device, on which all gathered tensors with a gradient have to be.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add a variant in which it has a gradient to VARIANTS of the tests. TestGather sees nothing
-#     else.
+#     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
+#     TestGather, which runs on CPUs, does not see the tensor.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1598,12 +1605,12 @@ def _share(n, group):
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 # Compiled code checks shapes and options, too. It does not check values, and neither does a GPU, as
-# the host must not wait for it. So read no value without `_may_read`. Sinkhorn alone is an
-# exception, see `_stops`. TestLargeBatches compiles losses, TestReadyForAGPU counts what the host
-# reads, and TestInvalidArguments has the errors. With ranks, a check that fails on one rank alone
-# leaves the others waiting in their next `gather`. They wait until the launcher ends them. For most
-# arguments we accept that. Two checks compare what is likely to differ between ranks. First
-# `_check_ranks` compares the number and the shape of the views, and NaN in them. Then
+# the host must not wait for it. So read no value without `_may_read`. In sections 1 to 8 Sinkhorn
+# alone is an exception, see `_stops`. TestLargeBatches compiles losses, TestReadyForAGPU counts
+# what the host reads, and TestInvalidArguments has the errors. With ranks, a check that fails on
+# one rank alone leaves the others waiting in their next `gather`. They wait until the launcher ends
+# them. For most arguments we accept that. Two checks compare what is likely to differ between
+# ranks. First `_check_ranks` compares the number and the shape of the views, and NaN in them. Then
 # `_check_negatives` compares rows (K, D) that all ranks have to share. A check that communicates
 # must run on all ranks. So it may depend on the device and on which arguments are given, but not on
 # values.
@@ -2069,8 +2076,9 @@ def _blur(x, deviation, chosen):
 
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
-# The tests are TestEncoder, TestMemoryBank and TestWrappers, which has uniformity. TestTraining has
-# the steps of optimizers, and training/test_ranks.py has `group`.
+# The tests are TestEncoder, TestMemoryBank and TestWrappers. The last one has `embed`, `follow` and
+# `uniformity`, too. TestTraining has the steps of optimizers, and training/test_ranks.py has
+# `group`.
 
 
 class Encoder(nn.Module):
