@@ -1317,10 +1317,10 @@ def _evaluate(anchors, shared, group, options):
         _warn_of(lacking, n_anchors, options)
     if group is not None:
         # A function of the user's may leave a field unused on one rank. The backward pass of the
-        # field's `gather` would not run there, and other ranks would wait for it. So attach all
-        # fields, with the gradient None.
-        fields = _learned(anchors + shared)
-        value = _Attach.apply(value, _times, [None] * len(fields), *fields)
+        # field's `gather` would not run there, and other ranks would wait for it. So all fields
+        # enter the result, by the sum of none of their entries.
+        for x in _learned(anchors + shared):
+            value = value + x.flatten()[:0].sum()
     if options["reduction"] == "none":
         return value
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
@@ -1455,27 +1455,23 @@ def _leaves(node):
 
 class _Attach(torch.autograd.Function):
     """Attach inputs to a value. In the backward pass find(grad, tensors) returns a gradient or None
-    for each of the inputs, in their order. It is used in three ways.
-        by                          find                        tensors
-        `_in_blocks`, mean or sum   `_times`                    the gradients, which are known
-        `_in_blocks`, "none"        computes the blocks again   what it reads. It holds these
-                                                                itself. They are saved so that
-                                                                autograd raises an error if the
-                                                                caller changes one in place
-        `_evaluate`, over ranks     `_times`                    None for each input. Autograd goes
-                                                                on with zeros, and so reaches each
-                                                                `gather`"""
+    for each of the inputs, in their order. `_in_blocks` uses it in two ways.
+        reduction     find                        tensors
+        mean or sum   `_times`                    the gradients, which are known
+        "none"        computes the blocks again   what it reads. It holds these itself. They are
+                                                  saved so that autograd raises an error if the
+                                                  caller changes one in place"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
         ctx.find = find
         ctx.save_for_backward(*tensors)
-        return value
+        return value.clone()  # so that the caller may change it in place
 
     @staticmethod
     def backward(ctx, grad):
         _only_once()
-        return grad, None, None, *ctx.find(grad, ctx.saved_tensors)
+        return None, None, None, *ctx.find(grad, ctx.saved_tensors)
 
 
 def _times(grad, gradients):
@@ -1505,12 +1501,12 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
-#     the backward pass, or none does. `_evaluate` sees to that. It attaches to the result each
-#     field of `_Anchors` and `_Shared` that has a gradient. So the backward pass reaches this field
-#     on each rank, with blocks or without, whatever a function of the user's has used there. The
-#     pass of a `gather` runs on all ranks if its result is such a field, or if such a field was
-#     computed from it. It runs on no rank if its result has no gradient, or is used under no_grad.
-#     This table has all calls but those of checks, which have no gradient.
+#     the backward pass, or none does. `_evaluate` sees to that, as it lets each field of `_Anchors`
+#     and `_Shared` that has a gradient enter the result. So the backward pass reaches this field on
+#     each rank, with blocks or without, whatever a function of the user's has used there. The pass
+#     of a `gather` runs on all ranks if its result is such a field, or if such a field was computed
+#     from it. It runs on no rank if its result has no gradient, or is used under no_grad. This
+#     table has all calls but those of checks, which have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         labels of candidates      `_line_up`    never, as they have no gradient

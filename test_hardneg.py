@@ -1909,6 +1909,14 @@ class TestLargeBatches:
         with pytest.raises(RuntimeError, match="block_size=0"):
             torch.autograd.grad(function(x, block_size=3), x, create_graph=True)
 
+    def test_losses_of_anchors_may_be_changed_in_place(self):
+        x, found = embeddings(0, 8, 3).requires_grad_(), []
+        for size in (0, 3):
+            losses = contrastive_loss(*x.chunk(2), reduction="none", block_size=size)
+            losses[2:4] *= 2
+            found.append(torch.autograd.grad(losses.sum(), x)[0])
+        close(*found, 1e-12)
+
     RESIDENT = """
 import re
 import torch
@@ -2213,10 +2221,17 @@ class TestGather:
         meeting = f"file://{tmp_path / 'meeting'}"
         torch.distributed.init_process_group("gloo", meeting, rank=0, world_size=1)
         try:
-            group, x = torch.distributed.group.WORLD, embeddings(0, 3, 4).requires_grad_()
+            group, x, found = torch.distributed.group.WORLD, embeddings(0, 3, 4), []
+            x.requires_grad_()
             loss = contrastive_loss(x, x, block_size=0, group=group)
             with pytest.raises(RuntimeError, match="over ranks cannot be differentiated"):
                 torch.autograd.grad(loss, x, create_graph=True)
+            given = {"negatives": embeddings(1, 5, 4), "block_size": 0}  # nothing is gathered
+            for options in ({}, {"group": group}):
+                loss = contrastive_loss(x, x + 1, **given, **options)
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+                found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
+            close(*found, 1e-12)
             monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
             with pytest.raises(
                 hardneg.InvalidArgument, match=r"views differ.*\[3, 4, 5\].*\[2, 3, 4\]"
