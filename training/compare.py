@@ -41,7 +41,8 @@ def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
     plan = {row.loss: [] for row in rows}
     for row in rows:
         for seed in range(row.seed, row.seed + seeds):
-            plan[row.loss].append(row.but(**alike, seed=seed, out=out / f"{row.loss}-{seed}"))
+            folder = out / f"{row.loss}-{seed}"
+            plan[row.loss].append(row.but(**alike, seed=seed, out=folder))
     return plan
 
 
