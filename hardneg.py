@@ -537,7 +537,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights= gets a block of anchors at a time. Pass a matrix as log_weights=.")
+        error.add_note("weights= gets a block of anchors at a time. log_weights= takes a matrix.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -1304,9 +1304,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 
 def _evaluate(anchors, shared, group, options):
     """Compute the losses of all anchors, (A,), or their mean or sum over all ranks.
-    If you add a term for each anchor, add it in `answer`. Here value can be a sum already. If you
-    add one number for this rank, add it after `value.sum()`. With "mean" it is then divided as the
-    sum is, and "none" does not have it."""
+    If you add a term for each anchor, add it in `answer`. Here value can be a sum already."""
     n_anchors = len(anchors.scaled)
     size = _block_size(anchors, shared, options)
     if size > 0:
@@ -1317,8 +1315,8 @@ def _evaluate(anchors, shared, group, options):
         _warn_of(lacking, n_anchors, options)
     if group is not None:
         # A function of the user's may leave a field unused on one rank. The backward pass of the
-        # field's `gather` would not run there, and other ranks would wait for it. So all fields
-        # enter the result, by the sum of none of their entries.
+        # field's `gather` would not run there, and other ranks would wait for it. So add 0, which
+        # is the sum of an empty slice of each field. With that all fields are in the graph.
         for x in _learned(anchors + shared):
             value = value + x.flatten()[:0].sum()
     if options["reduction"] == "none":
@@ -1326,6 +1324,8 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
+    # If you add one number for this rank, add it to value here. The mean divides it, too, and with
+    # "none" there is no place for it.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1458,9 +1458,10 @@ class _Attach(torch.autograd.Function):
     for each of the inputs, in their order. `_in_blocks` uses it in two ways.
         reduction     find                        tensors
         mean or sum   `_times`                    the gradients, which are known
-        "none"        computes the blocks again   what it reads. It holds these itself. They are
-                                                  saved so that autograd raises an error if the
-                                                  caller changes one in place"""
+        "none"        computes the blocks again   what `find` reads. It holds these itself, and
+                                                  ignores the argument. They are saved for one
+                                                  reason. Autograd then raises an error if the
+                                                  caller changes one of them in place"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
@@ -1496,7 +1497,9 @@ def _uncompiled(function, *arguments):
     return function(*arguments)
 
 
-# Ranks. With a group there are three rules.
+# Ranks. If you add a term, a comment in `_evaluate` says where it goes. If you add a tensor with a
+# gradient, see the third rule. If you add a reduction, see the last paragraph. If you add a check,
+# see the head of section 8. Each time run TestGather. With a group there are three rules.
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
@@ -1517,12 +1520,12 @@ def _uncompiled(function, *arguments):
 #                                                 pos, and `_mask_` reads it under no_grad
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
-#     These passes run in the reverse order of the calls, on all ranks. Let G1 be the first call,
-#     and G2 the second. All nodes of the graph between them and the loss were made later. In the
-#     backward pass autograd takes, of the nodes that have their gradient, the one that was made
-#     last. If G2 does not have its gradient yet, a node nearer to the loss has one. That node is
-#     newer than G1, so it comes before G1. Then G2 comes, which is newer than G1 as well. This
-#     holds on a single device, on which all gathered tensors with a gradient have to be.
+#     On all ranks these passes run in the reverse order of the calls, however many there are. This
+#     is because everything on the way from the loss to a later call is newer than an earlier call.
+#     Autograd takes, of the nodes that have their gradient, the one that was made last. As long as
+#     the later call has not run, it has its gradient itself, or a node on the way to it has. Both
+#     are newer than the earlier call. This holds on a single device, on which all gathered tensors
+#     with a gradient have to be.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
@@ -1541,11 +1544,10 @@ def _uncompiled(function, *arguments):
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied.
-# A new term of the loss has to keep to this. The help of `_evaluate` says where it goes. TestGather
-# compares gradients of several ranks with one process. A new reduction that is a multiple of a sum
-# goes into the end of `_evaluate`. One that is not, such as a maximum, cannot be added. Blocks are
-# summed, and anchors without a positive have a loss of 0. Users who want a maximum take "none", and
-# reduce the losses themselves.
+# A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
+# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
+# that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
+# have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
 
 
 def _over_ranks(value, count, group):
