@@ -250,8 +250,8 @@ def contrastive_loss(
     views           (B, D) each. Row i shows sample i. Without `negatives` every row is an anchor,
                     in the order of torch.cat(views). Its positives are the rows of its sample in
                     the other views. Its candidates are the rows of all other samples. The positives
-                    of a single view are named by positive_index or labels. The mean leaves out
-                    anchors without a positive.
+                    of a single view are named by labels or, with `negatives`, by positive_index.
+                    The mean leaves out anchors without a positive.
     negatives       (K, D), or (B, K, D) with rows for each anchor. These rows are the candidates in
                     place of the batch, and only the rows of the first view are anchors.
     positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
@@ -263,8 +263,8 @@ def contrastive_loss(
                     masked candidates have to be finite, too. Labels can still make a masked
                     candidate a positive.
     log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
-                    and are cut at ±5e19. They can be scores of a teacher. Or they correct for how
-                    candidates were drawn. There are two cases.
+                    have to be finite, and are cut at ±5e19. They can be scores of a teacher. Or
+                    they correct for how candidates were drawn. There are two cases.
                     1. K rows of `negatives` were drawn with replacement, row j with the probability
                     q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
                     estimates the sum over all rows.
@@ -301,8 +301,8 @@ def contrastive_loss(
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
-    and there are more than 2^24 pairs, it stores no costs. Then each step computes them again,
-    which takes A·N·D.
+    or under no_grad, it stores no costs of more than 2^24 pairs. Each step then computes them
+    again, which takes A·N·D.
     torch.func.grad, jvp and hessian work, without blocks. torch.func.vmap does not work, as values
     are read.
     Ref: PRESETS"""
@@ -982,7 +982,7 @@ def who(anchors, shared, options):
 # i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
 # `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is wrong, and with the new entry
 # in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn does not converge, and warns of it.
-# TestNamedPositives has a batch that is masked one way.
+# TestNamedPositives has a batch that is masked one way, as a model for a test of yours.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
@@ -1324,8 +1324,8 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
-    # If you add one number for this rank, add it to value here. The mean divides it, too, and with
-    # "none" there is no place for it.
+    # If you add one number for this rank, add it to value here. Then the numbers of all ranks are
+    # summed. The mean divides them, too, and with "none" there is no place for them.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1520,18 +1520,17 @@ def _uncompiled(function, *arguments):
 #                                                 pos, and `_mask_` reads it under no_grad
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
-#     On all ranks these passes run in the reverse order of the calls, however many there are. This
-#     is because everything on the way from the loss to a later call is newer than an earlier call.
-#     Autograd takes, of the nodes that have their gradient, the one that was made last. As long as
-#     the later call has not run, it has its gradient itself, or a node on the way to it has. Both
-#     are newer than the earlier call. This holds on a single device, on which all gathered tensors
-#     with a gradient have to be.
+#     On all ranks these passes run in the reverse order of the calls, however many there are.
+#     Autograd runs, of the nodes that are ready, the newest. A node is ready once its gradient has
+#     arrived. Until a later call has run, it is ready itself, or a node on the way from the loss to
+#     it is. Both are newer than an earlier call, so that one has to wait. This holds on a single
+#     device, on which all gathered tensors with a gradient have to be.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
 #     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
-#     TestGather, which runs on CPUs, does not see the tensor.
+#     TestGather does not see the tensor. It runs on CPUs alone.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of

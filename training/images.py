@@ -435,8 +435,8 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
     broken = [fact for fact in facts if isinstance(fact, str)]
     if broken:
         message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
-        again = "To try them again, remove what --cache keeps."
-        warnings.warn(f"{message}, for example {some(broken)}. {again}", stacklevel=1)
+        again = "" if found is None else " To try them again, remove what --cache keeps."
+        warnings.warn(f"{message}, for example {some(broken)}.{again}", stacklevel=1)
         readable = [k for k, fact in enumerate(facts) if isinstance(fact, int)]
         images, labels = Rows(images, torch.tensor(readable, dtype=torch.long)), labels[readable]
         facts = [facts[k] for k in readable]

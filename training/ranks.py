@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 from torch import distributed
 
-# torchrun sets these variables
-COUNT = int(os.environ.get("WORLD_SIZE", 1))  # of ranks
+COUNT = 1  # of ranks
+if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun sets this, and the other variables below
+    COUNT = int(os.environ["WORLD_SIZE"])
 DEVICE = "cpu"
 if torch.cuda.is_available():
     DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # each process has a GPU of its own
@@ -54,6 +55,8 @@ def first_before_others() -> Iterator[None]:
     """Let rank 0 do something, such as a download, before the others do it."""
     if not is_first():
         distributed.barrier()
-    yield
-    if is_first() and distributed.is_initialized():
-        distributed.barrier()
+    try:
+        yield
+    finally:  # if rank 0 fails, the others find the same error, and do not say it
+        if is_first() and distributed.is_initialized():
+            distributed.barrier()

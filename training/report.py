@@ -327,7 +327,7 @@ def draw_nearest(options, z: dict, labels: Tensor, test: Tensor, count: int = 4)
     weights = {name: weights_of(z[name], options) for name in z}
     rows, columns = len(anchors) * len(z), min(6, len(labels))
     size = (0.8 * columns, 0.95 * rows)
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     for line, (anchor, name) in zip(axes, itertools.product(anchors, z), strict=True):
         cosines = z[name] @ z[name][anchor]
         cosines[anchor] = math.inf  # so that the image itself comes first

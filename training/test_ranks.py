@@ -229,7 +229,9 @@ class TestRanks:
             return found
 
         whole, cut = tmp_path / "whole", tmp_path / "cut"
-        code, said = started_by_torchrun(driver, [*commands(whole), "--batch-size 3"])
+        wrong = ["--batch-size 3", "--data nowhere"]
+        code, said = started_by_torchrun(driver, [*commands(whole), *wrong])
+        assert said.count("--data is nowhere; it must be shapes, ") == 1
         assert said.count("batch_size is 3; it must be a whole number from 4") == 1
         assert code == 0, said
         assert said.count("2 processes share each batch") == 1

@@ -286,6 +286,7 @@ def hardest(folder):
     z["trained"] = hardneg.embed(encoder, images.test)[1]
     _, _, figure = report.draw_nearest(options, z, images.test_labels, images.test, count=2)
     figure.set_size_inches(4.8, 3.6)
+    figure.set_layout_engine("constrained")
     save(figure, "hardest")
 
 
