@@ -9,8 +9,8 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import random
+import re
 import shlex
 import shutil
 import signal
