@@ -300,9 +300,9 @@ def contrastive_loss(
 
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. If its weights are detached,
-    or under no_grad, it stores no costs of more than 2^24 pairs. Each step then computes them
-    again, which takes A·N·D.
+    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. It stores the costs of all
+    pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it stores none,
+    and each step computes them again, which takes A·N·D.
     torch.func.grad, jvp and hessian work, without blocks. torch.func.vmap does not work, as values
     are read.
     Ref: PRESETS"""
@@ -364,7 +364,7 @@ def answer(anchors, shared, options):
     losses = _fill_in(options["objective_function"], given)
 
     # Count what anchors lack. Where a check is skipped, the count is known to be 0.
-    if anchors.pos.shape[1] == 0:  # there is no other view
+    if anchors.pos.shape[1] == 0:  # positives come by label or index alone, and may all be masked
         no_positive = pos.amax(1) < FAR
         losses = losses.masked_fill(no_positive, 0)
         lacking[0] = no_positive.sum()
@@ -1520,11 +1520,13 @@ def _uncompiled(function, *arguments):
 #                                                 pos, and `_mask_` reads it under no_grad
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
-#     On all ranks these passes run in the reverse order of the calls, however many there are.
-#     Autograd runs, of the nodes that are ready, the newest. A node is ready once its gradient has
-#     arrived. Until a later call has run, it is ready itself, or a node on the way from the loss to
-#     it is. Both are newer than an earlier call, so that one has to wait. This holds on a single
-#     device, on which all gathered tensors with a gradient have to be.
+#     On all ranks these passes run in the reverse order of the calls. For example, candidates are
+#     gathered first, then `scaled`, and then come Sinkhorn and the loss. In the backward pass the
+#     candidates may have their gradient early. But autograd runs the newest of all nodes whose
+#     gradient is there. So Sinkhorn's nodes run first, then the pass of `scaled`, then that of
+#     candidates. You need not think of this again for a new field that is gathered in `_line_up` or
+#     `_couple`. What is on the way from the loss to a later call is always newer than an earlier
+#     call. All gathered tensors with a gradient have to be on one device, though.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
