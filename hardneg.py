@@ -827,8 +827,8 @@ class _Shared(NamedTuple):
     In one process this only takes memory. Over ranks see the rules of section 7.
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
     fields, as `labels` does. The field of `_Anchors` holds the argument's first B entries, repeated
-    for all views that have anchors. The field of `_Shared` holds these, gathered over ranks, or,
-    with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check it.
+    for all views that have anchors. The field of `_Shared` holds the repeated entries of all
+    ranks, or, with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check it.
     Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
@@ -1458,10 +1458,10 @@ class _Attach(torch.autograd.Function):
     for each of the inputs, in their order. `_in_blocks` uses it in two ways.
         reduction     find                        tensors
         mean or sum   `_times`                    the gradients, which are known
-        "none"        computes the blocks again   what `find` reads. It holds these itself, and
-                                                  ignores the argument. They are saved for one
-                                                  reason. Autograd then raises an error if the
-                                                  caller changes one of them in place"""
+        "none"        computes the blocks again   those that `find` reads. `find` holds them itself,
+                                                  and ignores its second argument. They are saved
+                                                  for one reason. Autograd then raises an error if
+                                                  the caller changes one of them in place"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
@@ -1532,7 +1532,8 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
 #     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
-#     TestGather does not see the tensor. It runs on CPUs alone.
+#     TestGather does not see the tensor. This test runs on CPUs alone. On a GPU the checks of
+#     section 8 do not communicate, and all else is the same.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1847,7 +1848,8 @@ def _check_negatives(negatives, views, options, labels, group):
                 "weights must not be 'transported', which couples anchors by their candidates."
             )
     elif group is not None and _may_read(negatives):
-        # this communicates, see the head of section 8
+        # This communicates, see the head of section 8. Rows in another order have the same sum, and
+        # pass, which we accept.
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
         if not torch.allclose(sums, sums[0], equal_nan=True):
             raise InvalidArgument(
