@@ -827,9 +827,9 @@ class _Shared(NamedTuple):
     In one process this only takes memory. Over ranks see the rules of section 7.
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
     fields, as `labels` does. The field of `_Anchors` holds the argument's first B entries, repeated
-    for all views that have anchors. The field of `_Shared` holds the repeated entries of all
-    ranks, or, with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check it.
-    Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
+    for all views that have anchors. The field of `_Shared` holds the repeated entries of all ranks,
+    or, with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check
+    it. Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
