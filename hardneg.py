@@ -114,7 +114,7 @@ PAPERS = {
     "simclr": {"temperature": 0.5},  # [6] App. B.9
     "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, also for hcl
     "hcl": {"temperature": 0.5, "tau_plus": 0.1, "beta": 1.0},
-    "ot": {"temperature": 0.5, "epsilon": 0.5},  # [2] Table II; its temperature is that of [1]
+    "ot": {"temperature": 0.5, "epsilon": 0.5},  # [2] Table II, and the temperature of [1]
     "hard": {"temperature": 1.0, "alpha": 0.0819},  # [4] Table 1: 4095 of 49 999
     "hard-simple": {"alpha": 0.0819},
 }
@@ -271,13 +271,13 @@ def contrastive_loss(
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
-                    shows. With two views of a sample it is q_i. With one view and labels it is that
-                    of the sample with the same label, and there must be exactly one. This is the
-                    usual logQ correction of a softmax. It divides each term, that of the positive
-                    as well, by the probability of its sample. So the terms become e^p / q⁺_i and
-                    e^s / q_j. `nce` is the log of a quotient of them, and does not change if all
-                    are multiplied by q⁺_i. That leaves e^p alone, and gives e^s the factor
-                    q⁺_i / q_j.
+                    shows. With two views of a sample that is sample i, and q⁺_i is q_i. With one
+                    view and labels it is that of the sample with the same label, and there must be
+                    exactly one. This is the usual logQ correction of a softmax. It divides each
+                    term, that of the positive as well, by the probability of its sample. So the
+                    terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a quotient of them,
+                    and does not change if all are multiplied by q⁺_i. That leaves e^p alone, and
+                    gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # β · MASKED would not stay below FAR
+    if beta < 1e-9:  # below 1e-10, β · MASKED is above FAR
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -892,8 +892,8 @@ def _line_up(options, views, given):
     if positive_index is not None:
         own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
     products = [(anchors * x).sum(1, keepdim=True) for x in positives]  # (A, 1) each
-    # (A, M). Two views have one product, which needs no copy. A single view has no positive yet,
-    # and anchors[:, :0] makes this (A, 0).
+    # (A, V − 1). Two views have one product, which needs no copy. A single view has no positive
+    # yet, and anchors[:, :0] makes this (A, 0).
     pos = products[0] if v == 2 else torch.cat([anchors[:, :0]] + products, 1)
 
     # What is known of pairs
@@ -1043,7 +1043,7 @@ def _statistics(anchors, shared, options):
     log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
     size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
     return {
-        "clamped": found.lacking[2] / n.new_full((), len(n)),  # a tensor, also of a plain 0
+        "clamped": found.lacking[2] / n.new_full((), len(n)),  # a tensor, even if lacking has a 0
         "ess": (size / n).nanmean(),
         "positive": positive.nanmean(),
         "negative": negative.nanmean(),
@@ -1060,6 +1060,7 @@ def _statistics(anchors, shared, options):
 # are called potentials. Finding them is the work of this section.
 # Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn. It ends when all rows
 # have the same sum, and all columns have the same sum. On a small matrix it would be
+#     g = torch.zeros(N)
 #     for _ in range(steps):
 #         f = -torch.logsumexp(log_kernel + g, 1)                   # now rows sum to 1
 #         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
@@ -1520,13 +1521,6 @@ def _uncompiled(function, *arguments):
 #                                                 pos, and `_mask_` reads it under no_grad
 #         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
 #         other fields              `_couple`     never, as they have no gradient
-#     On all ranks these passes run in the reverse order of the calls. For example, candidates are
-#     gathered first, then `scaled`, and then come Sinkhorn and the loss. In the backward pass the
-#     candidates may have their gradient early. But autograd runs the newest of all nodes whose
-#     gradient is there. So Sinkhorn's nodes run first, then the pass of `scaled`, then that of
-#     candidates. You need not think of this again for a new field that is gathered in `_line_up` or
-#     `_couple`. What is on the way from the loss to a later call is always newer than an earlier
-#     call. All gathered tensors with a gradient have to be on one device, though.
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
@@ -1534,6 +1528,11 @@ def _uncompiled(function, *arguments):
 #     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
 #     TestGather does not see the tensor. This test runs on CPUs alone. On a GPU the checks of
 #     section 8 do not communicate, and all else is the same.
+# In which order do the backward passes of `gather` run? In the reverse order of the calls, on all
+# ranks. Autograd runs, of all nodes whose gradient has arrived, the one that was created last. Let
+# E be an early call, and L a later one. Every node between the loss and L was created after L, so
+# after E. Hence all of these run before the pass of E, and so does that of L. This asks for one
+# thing, that all gathered tensors with a gradient are on one device.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
