@@ -331,13 +331,15 @@ def draw_nearest(options, z: dict, labels: Tensor, test: Tensor, count: int = 4)
     for line, (anchor, name) in zip(axes, itertools.product(anchors, z), strict=True):
         cosines = z[name] @ z[name][anchor]
         cosines[anchor] = math.inf  # so that the image itself comes first
-        for axis, k in zip(line, cosines.topk(columns).indices.tolist(), strict=True):
+        nearest = cosines.topk(columns).indices.tolist()
+        pixels = test[nearest].cpu().permute(0, 2, 3, 1).numpy()
+        for axis, k, picture in zip(line, nearest, pixels, strict=True):
             title, color = f"{weights[name][anchor, k]:.2g}", "k"
             if k == anchor:
                 title = name
             elif labels[k] == labels[anchor] >= 0:
                 color = "C1"
-            axis.imshow(test[k].cpu().permute(1, 2, 0).numpy())
+            axis.imshow(picture)
             axis.set(xticks=[], yticks=[])
             axis.set_title(title, pad=3, fontsize=9, color=color)
             axis.spines[:].set(visible=k == anchor, linewidth=2)  # a frame
