@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # below 1e-10, β · MASKED is above FAR
+    if beta < 1e-9:  # β · MASKED is above FAR, for β below 1e-10
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -795,19 +795,22 @@ class _Anchors(NamedTuple):
     `_line_up`, and fill the field there. If it masks, see `_mask_`, too. New fields go last and
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
     ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
-    to VARIANTS of the tests, so that TestGather compares it."""
+    to VARIANTS of the tests, so that TestGather compares it.
+    The field `own` has four sources.
+        source           distinct entries   −1       positives   `plain`
+        batch            yes                no       no          may be True
+        no index         no columns         no       no          may be True
+        positive_index   by `_each_once`    may be   if V is 1   False
+        `mine`           perhaps not        may be   yes         False
+    A repeated entry would be a positive twice. If `plain` is True, `answer` would also count it as
+    two masked columns. `mine` does neither."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
     #              those by label, and puts those by index in place of (A, 0). No entry here may be
     #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
-    #              are never candidates. If positives_by_index is True, they are its positives.
-    #              positive_index may repeat entries, which would be positives twice, so
-    #              `_each_once` removes repeats. Columns that `_line_up` makes itself are distinct,
-    #              too. Keep that, as `answer` takes own.shape[1] for the number of masked columns
-    #              if `plain` is True. In `mine` entries may repeat, as it neither counts them nor
-    #              sums over them
+    #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
     mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
     log_weights: Tensor | None = None  # (A, N)
@@ -828,8 +831,9 @@ class _Shared(NamedTuple):
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
     fields, as `labels` does. The field of `_Anchors` holds the argument's first B entries, repeated
     for all views that have anchors. The field of `_Shared` holds the repeated entries of all ranks,
-    or, with `negatives`, the argument's last K entries. `_check_call` and `_check_negatives` check
-    it. Add it to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
+    or, with `negatives`, the argument's last K entries. `_check_call` checks it. With negatives
+    (B, K, D) `_check_negatives` refuses it. Add it to VARIANTS and DRAWN of the tests. New fields
+    go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -1325,8 +1329,9 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
-    # If you add one number for this rank, add it to value here. Then the numbers of all ranks are
-    # summed. The mean divides them, too, and with "none" there is no place for them.
+    # If you add a term that is one number for this rank, such as a penalty, add it to value here.
+    # Then the numbers of all ranks are summed. The mean divides them, too, so scale them before.
+    # With "none" there is no place for them.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1499,8 +1504,9 @@ def _uncompiled(function, *arguments):
 
 
 # Ranks. If you add a term, a comment in `_evaluate` says where it goes. If you add a tensor with a
-# gradient, see the third rule. If you add a reduction, see the last paragraph. If you add a check,
-# see the head of section 8. Each time run TestGather. With a group there are three rules.
+# gradient, make it a field, gather it, and add a variant to the tests, as the third rule says. If
+# you add a reduction, see the last paragraph. If you add a check, see the head of section 8. Each
+# time run TestGather. With a group there are three rules.
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
@@ -1530,9 +1536,9 @@ def _uncompiled(function, *arguments):
 #     section 8 do not communicate, and all else is the same.
 # In which order do the backward passes of `gather` run? In the reverse order of the calls, on all
 # ranks. Autograd runs, of all nodes whose gradient has arrived, the one that was created last. Let
-# E be an early call, and L a later one. Every node between the loss and L was created after L, so
-# after E. Hence all of these run before the pass of E, and so does that of L. This asks for one
-# thing, that all gathered tensors with a gradient are on one device.
+# E be an early call, and L a later one. As long as L has not run, one of the nodes from the loss to
+# L has its gradient. It was created after E, so E has to wait. This asks for one thing, that all
+# gathered tensors with a gradient are on one device.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
