@@ -272,12 +272,12 @@ def contrastive_loss(
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
                     shows. With two views of a sample that is sample i, and q⁺_i is q_i. With one
-                    view and labels it is that of the sample with the same label, and there must be
-                    exactly one. This is the usual logQ correction of a softmax. It divides each
-                    term, that of the positive as well, by the probability of its sample. So the
-                    terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a quotient of them,
-                    and does not change if all are multiplied by q⁺_i. That leaves e^p alone, and
-                    gives e^s the factor q⁺_i / q_j.
+                    view and labels, exactly one other sample must have the label, and q⁺_i is the
+                    probability of that sample. This is the usual logQ correction of a softmax. It
+                    divides each term, that of the positive as well, by the probability of its
+                    sample. So the terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a
+                    quotient of them, and does not change if all are multiplied by q⁺_i. That leaves
+                    e^p alone, and gives e^s the factor q⁺_i / q_j.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -1375,7 +1375,7 @@ def _pairs_in_a_block(anchors):
 def _in_blocks(anchors, shared, options, size):
     """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
     Its three ways are
-        a function of the user's learns   autograd does it all at once, and returns losses (A,)
+        a function of the user's learns   `answer` does it all at once, and autograd knows how
         reduction is mean or sum          the gradient was found while the matrix of a block was
                                           in memory, and is kept for the backward pass
         reduction is "none"               the backward pass computes each block again"""
@@ -1510,15 +1510,17 @@ def _uncompiled(function, *arguments):
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
-#   - In the backward pass `gather` alone communicates. For each call of it, either all ranks run
-#     the backward pass, or none does. `_evaluate` sees to that, as it lets each field of `_Anchors`
-#     and `_Shared` that has a gradient enter the result. So the backward pass reaches this field on
-#     each rank, with blocks or without, whatever a function of the user's has used there. The pass
-#     of a `gather` runs on all ranks if its result is such a field, or if such a field was computed
-#     from it. It runs on no rank if its result has no gradient, or is used under no_grad. This
-#     table has all calls but those of checks, which have no gradient.
+#   - In the backward pass of a loss `gather` alone communicates, apart from DDP. For each call of
+#     it, either all ranks run the backward pass, or none does. `_evaluate` sees to that, as it lets
+#     each field of `_Anchors` and `_Shared` that has a gradient enter the result. So the backward
+#     pass reaches this field on each rank, with blocks or without, whatever a function of the
+#     user's has used there. The pass of a `gather` runs on all ranks if its result is such a field,
+#     or if such a field was computed from it. It runs on no rank if its result has no gradient, or
+#     is used under no_grad. This table has all calls that concern a loss, but those of checks,
+#     which have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
+#         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
 #         labels of candidates      `_line_up`    never, as they have no gradient
 #         `scaled`                  `_couple`     on all ranks, as g is computed from it, and is the
 #                                                 field `potential`; if weights are detached, never,
