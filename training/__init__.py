@@ -9,13 +9,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-import hardneg
+from hardneg import _require as require  # require(valid, name, got, allowed) raises InvalidArgument
 
-
-def require(valid: bool, name: str, got: object, allowed: str) -> None:
-    """Raise an error that names an option, its value, and the values that are allowed."""
-    if not valid:
-        raise hardneg.InvalidArgument(f"{name} is {got}; it must be {allowed}")
+__all__ = ["flag_of", "require", "shown", "write_whole"]
 
 
 def flag_of(name: str, value: object = None) -> str:
