@@ -271,10 +271,10 @@ def contrastive_loss(
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
-                    shows. With two views of a sample that is sample i, and q⁺_i is q_i. With one
-                    view and labels, exactly one other sample must have the label, and q⁺_i is the
-                    probability of that sample. This is the usual logQ correction of a softmax. It
-                    divides each term, that of the positive as well, by the probability of its
+                    shows. With two views of a sample it shows sample i itself, so q⁺_i is q_i. With
+                    one view and labels, exactly one other sample must have the label, and q⁺_i is
+                    the probability of that sample. This is the usual logQ correction of a softmax.
+                    It divides each term, that of the positive as well, by the probability of its
                     sample. So the terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a
                     quotient of them, and does not change if all are multiplied by q⁺_i. That leaves
                     e^p alone, and gives e^s the factor q⁺_i / q_j.
@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # β · MASKED is above FAR, for β below 1e-10
+    if beta < 1e-9:  # with a β ten times smaller β · MASKED is above FAR
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -803,7 +803,8 @@ class _Anchors(NamedTuple):
         positive_index   by `_each_once`    may be   if V is 1   False
         `mine`           perhaps not        may be   yes         False
     A repeated entry would be a positive twice. If `plain` is True, `answer` would also count it as
-    two masked columns. `mine` does neither."""
+    two masked columns. In `mine` it does no harm, as that takes only the largest of the positives,
+    and counts nothing."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
@@ -1329,9 +1330,9 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
-    # If you add a term that is one number for this rank, such as a penalty, add it to value here.
-    # Then the numbers of all ranks are summed. The mean divides them, too, so scale them before.
-    # With "none" there is no place for them.
+    # If you add a term that is one number x for this rank, such as a penalty, add it to value here.
+    # With "mean" add x · count, as value is divided by the count of all ranks. Do not multiply by
+    # the number of ranks, as `_over_ranks` does. With "none" there is no place for it.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1537,10 +1538,11 @@ def _uncompiled(function, *arguments):
 #     TestGather does not see the tensor. This test runs on CPUs alone. On a GPU the checks of
 #     section 8 do not communicate, and all else is the same.
 # In which order do the backward passes of `gather` run? In the reverse order of the calls, on all
-# ranks. Autograd runs, of all nodes whose gradient has arrived, the one that was created last. Let
-# E be an early call, and L a later one. As long as L has not run, one of the nodes from the loss to
-# L has its gradient. It was created after E, so E has to wait. This asks for one thing, that all
-# gathered tensors with a gradient are on one device.
+# ranks. A node of the graph is ready once all of its gradient has arrived. Autograd runs, of the
+# nodes that are ready, the one that was created last. Let E be an early call, and L a later one. Of
+# the nodes from the loss to L that have not run, the first is ready. It was created after E, so E
+# has to wait until L has run, too. So you may call `gather` in any order that is the same on all
+# ranks. But all gathered tensors with a gradient have to be on one device.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
