@@ -1535,14 +1535,15 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
 #     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
-#     TestGather does not see the tensor. This test runs on CPUs alone. On a GPU the checks of
-#     section 8 do not communicate, and all else is the same.
+#     TestGather does not see the tensor. This test runs on CPUs alone, and not in
+#     compiled code. On a GPU the checks of section 8 do not communicate, and all else is the same.
 # In which order do the backward passes of `gather` run? In the reverse order of the calls, on all
 # ranks. A node of the graph is ready once all of its gradient has arrived. Autograd runs, of the
-# nodes that are ready, the one that was created last. Let E be an early call, and L a later one. Of
-# the nodes from the loss to L that have not run, the first is ready. It was created after E, so E
-# has to wait until L has run, too. So you may call `gather` in any order that is the same on all
-# ranks. But all gathered tensors with a gradient have to be on one device.
+# nodes that are ready, the one that was created last. Let E be an early call, and L a later one. A
+# node on the way from the loss to L, or L itself, was created after E. Of those that have not run,
+# the first is ready. So E has to wait until L has run. You may call `gather` in any order that is
+# the same on all ranks. But all gathered tensors with a gradient have to be on one device. The
+# backward passes of blocks end at copies, so none of them communicates.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -2860,8 +2861,8 @@ class Training:
                         f"Training stopped at step {step} of {self.steps}. {error} "
                         "A lower lr may help."
                     ) from error
-                # Move on only here. `_step` reads the old numbers, and after the yield the caller
-                # may save.
+                # Move on after `_step`, which reads the old numbers. Move on before the yield, as the
+                # caller may then save the new ones.
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 
