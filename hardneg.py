@@ -2861,8 +2861,8 @@ class Training:
                         f"Training stopped at step {step} of {self.steps}. {error} "
                         "A lower lr may help."
                     ) from error
-                # Move on after `_step`, which reads the old numbers. Move on before the yield, as the
-                # caller may then save the new ones.
+                # Move on after `_step`, which reads the old numbers. Move on before the yield, so
+                # that the caller may then save the new ones.
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
                 yield figures | place
 
