@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # with a β ten times smaller β · MASKED is above FAR
+    if beta < 1e-9:  # a little below that, β · MASKED is above FAR
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -797,11 +797,11 @@ class _Anchors(NamedTuple):
     ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
     to VARIANTS of the tests, so that TestGather compares it.
     The field `own` has four sources.
-        source           distinct entries   −1       positives   `plain`
-        batch            yes                no       no          may be True
-        no index         no columns         no       no          may be True
-        positive_index   by `_each_once`    may be   if V is 1   False
-        `mine`           perhaps not        may be   yes         False
+        source               distinct entries   −1       its positives   `plain`
+        batch                yes                no       no              may be True
+        negatives, no index  no columns         no       no              may be True
+        positive_index       by `_each_once`    may be   if V is 1       False
+        `mine`               perhaps not        may be   yes             False
     A repeated entry would be a positive twice. If `plain` is True, `answer` would also count it as
     two masked columns. In `mine` it does no harm, as that takes only the largest of the positives,
     and counts nothing."""
@@ -832,9 +832,9 @@ class _Shared(NamedTuple):
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
     fields, as `labels` does. The field of `_Anchors` holds the argument's first B entries, repeated
     for all views that have anchors. The field of `_Shared` holds the repeated entries of all ranks,
-    or, with `negatives`, the argument's last K entries. `_check_call` checks it. With negatives
-    (B, K, D) `_check_negatives` refuses it. Add it to VARIANTS and DRAWN of the tests. New fields
-    go last, and have a default."""
+    or, with `negatives`, the argument's last K entries. Let `_check_call` check it, and let
+    `_check_negatives` refuse it for (B, K, D). Add it to VARIANTS and DRAWN of the tests. New
+    fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -1331,8 +1331,8 @@ def _evaluate(anchors, shared, group, options):
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
     # If you add a term that is one number x for this rank, such as a penalty, add it to value here.
-    # With "mean" add x · count, as value is divided by the count of all ranks. Do not multiply by
-    # the number of ranks, as `_over_ranks` does. With "none" there is no place for it.
+    # With "mean" add x · count, as value is divided by the count of all ranks. Do not multiply by the
+    # number of ranks yourself. `_over_ranks` has that job. With "none" x has no place.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1517,8 +1517,8 @@ def _uncompiled(function, *arguments):
 #     pass reaches this field on each rank, with blocks or without, whatever a function of the
 #     user's has used there. The pass of a `gather` runs on all ranks if its result is such a field,
 #     or if such a field was computed from it. It runs on no rank if its result has no gradient, or
-#     is used under no_grad. This table has all calls that concern a loss, but those of checks,
-#     which have no gradient.
+#     is used under no_grad. This table has all calls that concern a loss. It leaves out checks,
+#     whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1537,13 +1537,13 @@ def _uncompiled(function, *arguments):
 #     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
 #     TestGather does not see the tensor. This test runs on CPUs alone, and not in
 #     compiled code. On a GPU the checks of section 8 do not communicate, and all else is the same.
-# In which order do the backward passes of `gather` run? In the reverse order of the calls, on all
-# ranks. A node of the graph is ready once all of its gradient has arrived. Autograd runs, of the
-# nodes that are ready, the one that was created last. Let E be an early call, and L a later one. A
-# node on the way from the loss to L, or L itself, was created after E. Of those that have not run,
-# the first is ready. So E has to wait until L has run. You may call `gather` in any order that is
-# the same on all ranks. But all gathered tensors with a gradient have to be on one device. The
-# backward passes of blocks end at copies, so none of them communicates.
+# You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
+# gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
+# backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L a
+# later one. Take the nodes through which the gradient must pass to reach L, and L itself. All are
+# newer than E. While L has not run, the one of them that is nearest to the loss and has not run is
+# ready. Autograd runs the newest node that is ready, so E does not run yet. The backward passes of
+# blocks end at copies, so none of them communicates.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
