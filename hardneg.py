@@ -1331,8 +1331,8 @@ def _evaluate(anchors, shared, group, options):
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
     # If you add a term that is one number x for this rank, such as a penalty, add it to value here.
-    # With "mean" add x · count, as value is divided by the count of all ranks. Do not multiply by the
-    # number of ranks yourself. `_over_ranks` has that job. With "none" x has no place.
+    # With "mean" add x · count, as value is divided by the count of all ranks. Do not multiply by
+    # the number of ranks yourself. `_over_ranks` has that job. With "none" x has no place.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
