@@ -1376,7 +1376,7 @@ def _pairs_in_a_block(anchors):
 def _in_blocks(anchors, shared, options, size):
     """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
     Its three ways are
-        a function of the user's learns   `answer` does it all at once, and autograd knows how
+        a function of the user's learns   `answer` takes all anchors at once, as without blocks
         reduction is mean or sum          the gradient was found while the matrix of a block was
                                           in memory, and is kept for the backward pass
         reduction is "none"               the backward pass computes each block again"""
@@ -2362,7 +2362,7 @@ class Discriminator(nn.Module):
     def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
         widths = _widths(size, width)
-        # for size 32 and width w: 3 → w, w → 2w, 2w → 4w and 4w → 4w channels; sides 16, 8, 4, 4
+        # For size 32 and width w the channels go 3 → w → 2w → 4w → 4w, and the sides 16, 8, 4, 4.
         blocks = [_down(3, widths[0], first=True)]
         blocks += [_down(before, after) for before, after in pairwise(widths[:-1])]
         blocks.append(_down(widths[-2], widths[-1], last=True))
@@ -2522,8 +2522,7 @@ class Game(nn.Module):
 #     of its own optimizer, and for BatchNorm.
 # If you change the order in which a step draws numbers, a seed gives another run. TestTraining
 # checks that a resumed run is the same to the last bit. training/test_ranks.py checks that a run
-# over ranks is the same up to rounding. TestBank, TestGame, TestMicroBatches and TestSchedules are
-# about what their names say.
+# over ranks is the same up to rounding.
 
 
 class SimCLR(nn.Module):
@@ -2761,8 +2760,8 @@ class Training:
                    {"alpha": lambda p: lead_in(p, 0.1)}.
     micro_batch    How many images the encoder takes at a time. By default it takes all.
     bfloat16       Whether a step uses autocast to bfloat16. By default it does if torch says that
-                   the hardware computes in bfloat16. On a CPU torch 2.10 does not say it,
-                   so there the default is off.
+                   the hardware computes in bfloat16. On a CPU torch 2.10 does not say it, so
+                   there the default is off.
     seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
                    to rounding.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
@@ -2804,7 +2803,10 @@ class Training:
             raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
         # DistributedDataParallel mixes gradients up if the memory format changes after it is made
         _require(
-            not hasattr(encoder, "reducer"), "encoder", "a DistributedDataParallel", "its module"
+            not hasattr(encoder, "reducer"),
+            "encoder",
+            "a DistributedDataParallel",
+            "the module that it wraps",
         )
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device

@@ -352,9 +352,7 @@ def act(given: dict) -> None:
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
             losses = ", ".join(row.loss for row in rows)
-            chosen = f"--method {rows[0].method} and --loss {losses}"
-            if name == "root":
-                chosen = f"--data {shown(rows[0].data)}"
+            chosen = f"--data {shown(rows[0].data)}, --method {rows[0].method} and --loss {losses}"
             flag = flag_of(name, value)
             print(f"{flag} has no effect with {chosen}. It is for {users_of(name)}.")
     for row in rows:

@@ -57,14 +57,15 @@ def table_of(found: dict[str, list]) -> str:
     With several seeds, the last column has the gain of each row over SimCLR. Without SimCLR it is
     the gain over the first row. Behind ± is half the width of Student's 95 % interval."""
     some = next(iter(found.values()))
-    if some[0]["linear"] is not None:  # there are classes
+    has_classes = some[0]["linear"] is not None
+    if has_classes:
         means = {name: mean(run["linear"] for run in results) for name, results in found.items()}
         found = {name: found[name] for name in sorted(means, key=means.get, reverse=True)}
     rows = {f"`{name}`": results for name, results in found.items()}
     rows["untrained encoder"] = [run["untrained"] for run in some]
     rows["raw pixels"] = [some[0]["raw"]]
     lines = report.cells(rows)
-    if len(some) > 1 and len(found) > 1 and some[0]["linear"] is not None:
+    if len(some) > 1 and len(found) > 1 and has_classes:
         baseline = next(name for name in ["simclr", "SimCLR"] + list(found) if name in found)
         lines[0].append(f"linear, over `{baseline}`")
         for line, name in itertools.zip_longest(lines[1:], found):

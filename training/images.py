@@ -172,9 +172,15 @@ def even(labels: Tensor, n: int) -> Tensor:
 
 def at_most(images: Images, n: int) -> Images:
     """Take about n training and n test images, an equal share of each class."""
-    some, others = even(images.train_labels, n), even(images.test_labels, n)
-    train = Rows(images.train, some), images.train_labels[some]
-    return Images(*train, Rows(images.test, others), images.test_labels[others], images.classes)
+    some = even(images.train_labels, n)
+    others = even(images.test_labels, n)
+    return Images(
+        Rows(images.train, some),
+        images.train_labels[some],
+        Rows(images.test, others),
+        images.test_labels[others],
+        images.classes,
+    )
 
 
 # ---- The built-in images: an outline is a class ------------------------------------------------

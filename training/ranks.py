@@ -57,6 +57,6 @@ def first_before_others() -> Iterator[None]:
         distributed.barrier()
     try:
         yield
-    finally:  # if rank 0 fails, the others find the same error, and do not say it
+    finally:  # if rank 0 fails here, the others have to go on, and fail in the same way
         if is_first() and distributed.is_initialized():
             distributed.barrier()

@@ -23,7 +23,12 @@ from training import flag_of, readouts, runs, shown, write_whole
 from training.cache import Rows
 from training.images import Images, at_most, even
 
-COLUMNS = dict(linear="linear %", knn="kNN %", uniformity="uniformity", tolerance="tolerance")
+COLUMNS = {
+    "linear": "linear %",
+    "knn": "kNN %",
+    "uniformity": "uniformity",
+    "tolerance": "tolerance",
+}
 OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped d_loss g_loss".split()
 READOUT = 100_000  # a readout takes no more images, as their features must fit into memory
@@ -173,8 +178,9 @@ def print_table(results: dict) -> None:
     print()
     for line in cells(rows_of(results)):
         print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
-    known = [row["linear"] for row in (results["untrained"], results["raw"])]
-    if results["linear"] is not None and results["linear"] <= max(known):
+    if results["linear"] is None:  # there are no classes
+        return
+    if results["linear"] <= max(results["untrained"]["linear"], results["raw"]["linear"]):
         print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
 
 

@@ -24,7 +24,8 @@ def folder_of(options, last: str) -> Path:
 
 def write_json(path: Path, content: dict) -> None:
     """Write a dict as JSON."""
-    write_whole(path, [json.dumps(content, indent=2, default=str).encode(), b"\n"])
+    text = json.dumps(content, indent=2, default=str)
+    write_whole(path, [f"{text}\n".encode()])
 
 
 def write_results(folder: Path, results: dict) -> None:

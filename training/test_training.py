@@ -600,28 +600,36 @@ DEFAULTS = """
 """
 # a command | what it says of flags without effect
 IDLE = """
---loss simclr --beta 2 | --beta has no effect with --method simclr and --loss simclr. It is for hcl.
---loss simclr --anneal | --anneal has no effect with --method simclr and --loss simclr. It is for \
+--loss simclr --beta 2 | --beta has no effect with \
+--data shapes, --method simclr and --loss simclr. It is for hcl.
+--loss simclr --anneal | --anneal has no effect with \
+--data shapes, --method simclr and --loss simclr. It is for \
 hcl.
---loss hcl --no-lead-in | --no-lead-in has no effect with --method simclr and --loss hcl. It is \
+--loss hcl --no-lead-in | --no-lead-in has no effect with \
+--data shapes, --method simclr and --loss hcl. It is \
 for hard, hard-simple, triplet.
---loss simple --temperature 1 | --temperature has no effect with --method simclr and --loss \
+--loss simple --temperature 1 | --temperature has no effect with \
+--data shapes, --method simclr and --loss \
 simple. It is for simclr, debiased, hcl, ot, hard, ppcl, supcon.
 --loss triplet --epsilon 1 --weights transported |
---momentum .5 | --momentum has no effect with --method simclr and --loss hcl. It is for bank, \
+--momentum .5 | --momentum has no effect with \
+--data shapes, --method simclr and --loss hcl. It is for bank, \
 queue, diffhard.
 --loss simple --weights tilted --temperature 1 |
 --compare hcl hard --alpha .3 |
---compare hcl ot --alpha .3 | --alpha has no effect with --method simclr and --loss hcl, ot. It \
+--compare hcl ot --alpha .3 | --alpha has no effect with \
+--data shapes, --method simclr and --loss hcl, ot. It \
 is for hard, hard-simple, triplet.
---method queue --labels | --labels has no effect with --method queue and --loss hcl. It is for \
+--method queue --labels | --labels has no effect with \
+--data shapes, --method queue and --loss hcl. It is for \
 simclr, bank, clae.
 --loss ppcl --tau-plus .1 | Without labels, ppcl of --loss ppcl is the same as nce.; If the images \
 have classes, --labels gives them to the loss.
 --loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
 --loss supcon --labels |
 --method diffhard |
---root there | --root has no effect with --data shapes. It is for cifar10, \
+--root there | --root has no effect with \
+--data shapes, --method simclr and --loss hcl. It is for cifar10, \
 cifar100, stl10, svhn, fashion-mnist.
 --root there --data svhn |
 --micro-batch 64 |
