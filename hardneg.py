@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # a little below that, β · MASKED is above FAR
+    if beta < 1e-9:  # the limit is 1e-10, below which β · MASKED is above FAR
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -1375,7 +1375,7 @@ def _pairs_in_a_block(anchors):
 
 def _in_blocks(anchors, shared, options, size):
     """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
-    Its three ways are
+    The gradient comes in three ways.
         a function of the user's learns   `answer` takes all anchors at once, as without blocks
         reduction is mean or sum          the gradient was found while the matrix of a block was
                                           in memory, and is kept for the backward pass
@@ -1505,9 +1505,9 @@ def _uncompiled(function, *arguments):
 
 
 # Ranks. If you add a term, a comment in `_evaluate` says where it goes. If you add a tensor with a
-# gradient, make it a field, gather it, and add a variant to the tests, as the third rule says. If
-# you add a reduction, see the last paragraph. If you add a check, see the head of section 8. Each
-# time run TestGather. With a group there are three rules.
+# gradient, make it a field, and gather it, as the third rule says. If you add a reduction, see the
+# last paragraph. If you add a check, see the head of section 8. Run TestGather each time. With a
+# group there are three rules.
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
@@ -1534,16 +1534,16 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add to VARIANTS of the tests a variant in which the tensor has a gradient. Without it
-#     TestGather does not see the tensor. This test runs on CPUs alone, and not in
-#     compiled code. On a GPU the checks of section 8 do not communicate, and all else is the same.
+#     Add to the tests a variant in which the tensor has a gradient, or TestGather fails. This test
+#     runs on CPUs alone, and not in compiled code. On a GPU the checks of section 8 do not
+#     communicate, and all else is the same.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
 # gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
 # backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L a
 # later one. Take the nodes through which the gradient must pass to reach L, and L itself. All are
-# newer than E. While L has not run, the one of them that is nearest to the loss and has not run is
-# ready. Autograd runs the newest node that is ready, so E does not run yet. The backward passes of
-# blocks end at copies, so none of them communicates.
+# newer than E. While L has not run, one of them has all of its gradient. Autograd runs the newest
+# node that has all of its gradient, so E does not run yet. The backward passes of blocks end at
+# copies, so none of them communicates.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of

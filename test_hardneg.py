@@ -676,6 +676,10 @@ def losses_of(group):
     options = {"objective": without_candidates, "log_weights": marks, "group": group}
     for size in (0, 4):
         add(contrastive_loss(images, texts, block_size=size, **options))
+    rows = torch.stack([texts, given], 1)  # of each anchor's own
+    add(contrastive_loss(images, texts, negatives=rows, block_size=2, group=group))
+    warm = 0.2 + encoder.weight.square().mean()  # a temperature with a gradient
+    add(contrastive_loss(images, texts, temperature=warm, block_size=4, group=group))
     # on rank 0 the function learns something, so this rank does without blocks, and rank 1 does not
     learned = torch.zeros((), dtype=torch.float64, requires_grad=rank == 0)
     options = {"loss": "ot", "detach_weights": False, "block_size": 4, "group": group}
@@ -2216,6 +2220,21 @@ class TestGather:
         assert run.returncode == 0, error
         for one, two in zip(torch.load(tmp_path / "found.pt"), losses_of(None), strict=True):
             close(one, two, 1e-8)
+
+    def test_every_field_is_tried_with_a_gradient_or_never_has_one(self, monkeypatch):
+        tried, evaluate = set(), hardneg._evaluate
+
+        def watch(anchors, shared, *arguments):
+            for name, x in (anchors._asdict() | shared._asdict()).items():
+                if torch.is_tensor(x) and x.requires_grad:
+                    tried.add(name)
+            return evaluate(anchors, shared, *arguments)
+
+        monkeypatch.setattr(hardneg, "_evaluate", watch)
+        losses_of(None)
+        others = {*hardneg._Anchors._fields, *hardneg._Shared._fields} - tried
+        no_tensors = {"n", "positives_by_index", "positives_by_label", "batch", "plain"}
+        assert others == no_tensors | {"own", "mask", "log_weights", "labels", "candidate_labels"}
 
     def test_a_group_of_one_refuses_what_it_cannot_do(self, tmp_path, monkeypatch):
         meeting = f"file://{tmp_path / 'meeting'}"
