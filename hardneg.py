@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # the limit is 1e-10, below which β · MASKED is above FAR
+    if beta < 1e-9:  # ten times the limit, below which β · MASKED is above FAR
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -1330,9 +1330,10 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
-    # If you add a term that is one number x for this rank, such as a penalty, add it to value here.
-    # With "mean" add x · count, as value is divided by the count of all ranks. Do not multiply by
-    # the number of ranks yourself. `_over_ranks` has that job. With "none" x has no place.
+    # If you add a term that is one number x, such as a penalty, add it to value here. Values are
+    # summed over ranks. So with "sum" divide an x that is equal on all ranks by their number. With
+    # "mean" add x · count, as value is divided by the count of all ranks. `_over_ranks` takes care
+    # of the gradient. With "none" x has no place.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1512,13 +1513,12 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates, apart from DDP. For each call of
-#     it, either all ranks run the backward pass, or none does. `_evaluate` sees to that, as it lets
-#     each field of `_Anchors` and `_Shared` that has a gradient enter the result. So the backward
-#     pass reaches this field on each rank, with blocks or without, whatever a function of the
-#     user's has used there. The pass of a `gather` runs on all ranks if its result is such a field,
-#     or if such a field was computed from it. It runs on no rank if its result has no gradient, or
-#     is used under no_grad. This table has all calls that concern a loss. It leaves out checks,
-#     whose calls have no gradient.
+#     it, either all ranks run the backward pass, or none does. It runs on all ranks if the result
+#     of the call is a field of `_Anchors` or `_Shared`, or if a field was computed from it. It runs
+#     on no rank if the result has no gradient, or is used under no_grad. The reason is that
+#     `_evaluate` lets each field with a gradient enter the result, whatever a function of the
+#     user's has used. This table has all calls that concern a loss. It leaves out checks, whose
+#     calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1534,9 +1534,9 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add to the tests a variant in which the tensor has a gradient, or TestGather fails. This test
-#     runs on CPUs alone, and not in compiled code. On a GPU the checks of section 8 do not
-#     communicate, and all else is the same.
+#     Add to the tests a variant in which the tensor has a gradient. Without one, TestGather fails by
+#     itself. It runs on CPUs alone, and not in compiled code. On a GPU the checks of section 8 do
+#     not communicate, and all else is the same.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
 # gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
 # backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L a
