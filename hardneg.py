@@ -1534,9 +1534,9 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add to the tests a variant in which the tensor has a gradient. Without one, TestGather fails by
-#     itself. It runs on CPUs alone, and not in compiled code. On a GPU the checks of section 8 do
-#     not communicate, and all else is the same.
+#     Add to the tests a variant in which the tensor has a gradient. Without one, TestGather fails
+#     by itself. It runs on CPUs alone, and not in compiled code. On a GPU the checks of section 8
+#     do not communicate, and all else is the same.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
 # gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
 # backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L a
