@@ -21,12 +21,11 @@ Symbols
                 of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
-    M           columns of the matrix of positives (A, M), which can have masked entries. With two
-                or more views M is V − 1. With one view it is P if positive_index (B, P) is given,
-                and 0 if not. If labels name positives, every candidate has a column there, too, so
-                M grows by N. Of these N, those with another label are masked, and so is the
-                anchor's own sample. In formulas of one anchor M counts the entries that are not
-                masked
+    M           columns of the matrix of positives (A, M), which can have masked entries. There are
+                V − 1 with two or more views. With one view there are P if positive_index (B, P) is
+                given, and none if not. If labels name positives, there are N more, one for each
+                candidate. Of these N, other labels and the anchor's own sample are masked. In
+                formulas of one anchor M counts the entries that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -270,14 +269,13 @@ def contrastive_loss(
                     estimates the sum over all rows.
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
-                    `nce`. Here q⁺_i is the probability of the sample that the positive of anchor i
-                    shows. With two views of a sample it shows sample i itself, so q⁺_i is q_i. With
-                    one view and labels, exactly one other sample must have the label, and q⁺_i is
-                    the probability of that sample. This is the usual logQ correction of a softmax.
-                    It divides each term, that of the positive as well, by the probability of its
-                    sample. So the terms become e^p / q⁺_i and e^s / q_j. `nce` is the log of a
-                    quotient of them, and does not change if all are multiplied by q⁺_i. That leaves
-                    e^p alone, and gives e^s the factor q⁺_i / q_j.
+                    `nce`. Here q⁺_i is the q of the sample that is the positive of anchor i. With
+                    two views that is the anchor's own sample, so q⁺_i is q_i. With one view and
+                    labels, exactly one other sample must have the anchor's label, and q⁺_i is its
+                    q. This is the usual logQ correction of a softmax. It divides the term e^p of
+                    the positive by q⁺_i, and the term e^s of each candidate by q_j. `nce` does not
+                    change if all terms are multiplied by q⁺_i. They are then e^p, and e^s times
+                    q⁺_i / q_j, which are the terms with these log_weights.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -287,9 +285,10 @@ def contrastive_loss(
                     all ranks, see `gather`. All ranks have to call with the same shapes.
                     DistributedDataParallel has to average the gradients, also those of parameters
                     of the loss. Without DDP, take the mean of each gradient over the ranks. With
-                    reduction="none" each rank calls backward on the mean of its own losses. If it
-                    takes their sum instead, multiply that by the number of ranks, as averaging the
-                    gradients divides by it.
+                    reduction="none" each rank calls backward on the mean of its own losses. In that
+                    mean an anchor without a positive counts as a loss of 0, while "mean" leaves it
+                    out. If a rank takes the sum instead, multiply that by the number of ranks, as
+                    averaging the gradients divides by it.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
                     "clamped" is the share of anchors whose debiased mean of e^s comes out below
                     e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
@@ -303,8 +302,8 @@ def contrastive_loss(
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. It stores the costs of all
     pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it stores none,
     and each step computes them again, which takes A·N·D.
-    torch.func.grad, jvp and hessian work, without blocks. torch.func.vmap does not work, as values
-    are read.
+    torch.func.grad, jvp and hessian work, without blocks. torch.func.vmap over inputs does not
+    work, as values are read. hessian uses vmap, but not over inputs.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
@@ -420,11 +419,11 @@ MASKED, FAR = -1e30, -1e20
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0,
 #                 too. In these two calls the parameter is the float 0.0, and not a tensor
-#     t           the temperature. Take this, not the option `temperature`. If the temperature is
-#                 learned, each block works on a copy of it, and t is that copy. A rule that takes
-#                 the option `temperature` uses the original, whose gradient the block would miss.
-#                 The result is still right, because section 7 notices this, and computes all
-#                 anchors in one go. But it takes the memory of A·N numbers
+#     t           the temperature. Take this, not the option `temperature`. With that option the
+#                 result would be right, too. But if the temperature is learned, all anchors would
+#                 be computed in one go, in the memory of A·N numbers. For each block works on a
+#                 copy of a learned temperature, which is t. The block would miss the gradient of
+#                 the original, and section 7 notices that
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -445,9 +444,10 @@ MASKED, FAR = -1e30, -1e20
 # option of its own, write an entry in Options. In reference_numpy.py add its formula for candidates
 # to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
 # WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
-# included. TestRows checks most points of the list.
-# TestContrastiveLoss fails if the matrix of a rule that takes the potential is not symmetric, or if
-# a masked logit gets a gradient.
+# included. It fails if the matrix of a rule that takes the potential is not symmetric, or if a
+# masked logit gets a gradient. TestRows checks that a rule weighs each row alone, that what is
+# masked stays masked, and that a rule which is "scaled" drops no whole row. For positives at −1,
+# and a little above 1, it checks that value and gradient are finite.
 
 
 def uniform(logits: Tensor) -> Tensor:
@@ -462,7 +462,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # ten times the limit, below which β · MASKED is above FAR
+    if beta < 1e-9:  # below 1e-10, β · MASKED would be above FAR; a factor of ten is left
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -484,9 +484,9 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α down to such billionths. If α is meant as k / N, α · N is then above k − 1
-    # and at most k, so its ceiling is k. If α were rounded up, 2/3 of 3 would be just above 2, and
-    # 3 would be kept.
+    # 8. int() rounds α down to such billionths. So an α that is meant as k / N still keeps k. For
+    # example α = 2/3 becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2. If
+    # α were rounded up, it would be just above 2, and its ceiling would be 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -717,10 +717,11 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. In the code log E is log_negatives − log_total.
 # Some anchors have no negatives. Without candidates log_negatives is −2e30, the sum of a masked
-# logit and a masked log weight, and log_total is −1e30. If a rule drops all candidates, both are
-# about −1e30, and their difference log E is noise, a rounding error of up to 1e23. `published`
-# turns any log E into a finite number with a finite gradient. So what it returns does not tell
-# that an anchor has no negatives, and log_total tells it. These cases come up.
+# logit and a masked log weight, and log_total is −1e30. If a rule drops all candidates,
+# log_negatives and log_total are both about −1e30. Their difference log E is noise then, a rounding
+# error of up to 1e23. `published` turns any log E into a finite number with a finite gradient. So
+# its result does not show that an anchor has no negatives. log_total shows it, as it is below FAR.
+# These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     with too little left     finite    finite   the floor             finite      finite
@@ -796,15 +797,16 @@ class _Anchors(NamedTuple):
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
     ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
     to VARIANTS of the tests, so that TestGather compares it.
-    The field `own` has four sources.
-        source               distinct entries   −1       its positives   `plain`
-        batch                yes                no       no              may be True
-        negatives, no index  no columns         no       no              may be True
-        positive_index       by `_each_once`    may be   if V is 1       False
-        `mine`               perhaps not        may be   yes             False
-    A repeated entry would be a positive twice. If `plain` is True, `answer` would also count it as
-    two masked columns. In `mine` it does no harm, as that takes only the largest of the positives,
-    and counts nothing."""
+    The field `own` has four sources. The table says of each source what the rows of `own` are like,
+    and which value `plain` in `_Shared` has.
+        source               no entry twice   −1 occurs   entries are positives   `plain`
+        batch                yes              no          no                      True or False
+        negatives, no index  rows are empty   no          no                      True or False
+        positive_index       yes              yes         yes, if V is 1          False
+        `mine`               not ensured      yes         yes                     False
+    `_each_once` ensures the "yes" of positive_index. Otherwise an entry that comes twice would be a
+    positive twice. If `plain` is True, `answer` would also count it as two masked columns. In
+    `mine` it does no harm, as that takes only the largest of the positives, and counts nothing."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
@@ -830,11 +832,12 @@ class _Shared(NamedTuple):
     `_run_blocks` finds another one, it gives up blocks, and the whole batch is computed in one go.
     In one process this only takes memory. Over ranks see the rules of section 7.
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
-    fields, as `labels` does. The field of `_Anchors` holds the argument's first B entries, repeated
-    for all views that have anchors. The field of `_Shared` holds the repeated entries of all ranks,
-    or, with `negatives`, the argument's last K entries. Let `_check_call` check it, and let
-    `_check_negatives` refuse it for (B, K, D). Add it to VARIANTS and DRAWN of the tests. New
-    fields go last, and have a default."""
+    fields, as `labels` does.
+        a field of    without `negatives`                with `negatives`
+        `_Anchors`    its B entries, once for each view  its first B entries, once
+        `_Shared`     `gather` of that                   its last K entries
+    Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
+    to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -978,9 +981,10 @@ def who(anchors, shared, options):
 # To add a source of positives, give `_Shared` a flag, as the two sources in `who` have, and set it
 # in `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save
 # neg. A positive must not be a candidate as well, so mask it, as the next paragraph says. Nor may
-# it come from two sources, as it would count twice. If the source serves a single view, let it in
-# by `_check_call`. Add a line to the table above `_line_up`. Then add the source to `_who_is_who`
-# of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
+# it come from two sources, as it would count twice. `_check_call` refuses a single view without
+# labels and positive_index. If your source can give such a view its positives, name it in `named`
+# there. Add a line to the table above `_line_up`. Then add the source to `_who_is_who` of
+# reference_numpy.py, and to DRAWN of TestContrastiveLoss.
 #
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
@@ -1181,7 +1185,7 @@ def _couple(anchors, shared, group, options):
     kernel = functools.partial(map, kernel_of, anchors.blocks(size))
     has_gradient = torch.is_grad_enabled() and not options["detach_weights"]
     with torch.set_grad_enabled(has_gradient):
-        if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in all
+        if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in float32
             kernel = functools.partial(iter, list(kernel()))  # stored
         return sinkhorn(kernel, symmetric)[1]  # what is not stored, each step computes again
 
@@ -1223,8 +1227,8 @@ def mine(
                     get the results of all queries.
     To train on rows = mine(…), embed the texts or images of these documents again, with a gradient.
     Pass these embeddings (n, k, D) as negatives=, and rows >= 0 as negative_mask=.
-    Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB or 64 rows,
-    whichever is more."""
+    Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB in float32 or
+    of 64 rows, whichever is more."""
     n, size, device = len(queries), len(documents), queries.device
     _check_tensor("queries", queries, "float", ("n", "D"))
     _check_tensor("documents", documents, "float", ("N", queries.shape[1]))
@@ -1275,7 +1279,8 @@ def mine(
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw k distinct negatives for each anchor, one after the other. Among those that are left,
     candidate j is drawn with a probability proportional to w_ij.
-    log_w (A, N), −∞ for what must not be drawn → indices (A, k), for negatives=rows[indices].
+    log_w (A, N), at most −1e20 for what must not be drawn → indices (A, k), for
+    negatives=rows[indices].
     To prefer hard negatives, set the logits of the anchor's own sample to −1e30, and pass
     log_w = tilted(logits, β). Use uniform weights in the loss, since hard ones are drawn more
     often already. A row with fewer than k negatives is an error, but a GPU does not look for it."""
@@ -1301,7 +1306,8 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
 # of the loss, it gets what was kept. With "none" every anchor has a loss of its own. How the caller
 # will weigh these is not known yet. So the backward pass computes the blocks again. If you change
 # this section, TestLargeBatches compares blocks with the whole batch, measures their memory, and
-# compiles them. TestGather compares ranks with one process.
+# compiles them. It also differentiates losses by torch.func. TestGather compares ranks with one
+# process.
 #     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
 #     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
 #     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
@@ -1423,9 +1429,10 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             some = _copy(anchors.of(rows))
             found = answer(some, everyone, options)
             # The graph must end in the copies alone. Another leaf is a parameter that is hidden in
-            # a function of the user's. Its gradient would be missing in the result. This comes
-            # before the backward pass, which would add to that parameter's gradient. The backward
-            # passes of earlier blocks went to copies, and these are dropped. TestFunctions has such
+            # a function of the user's. Its gradient would be missing in the result. Look for it
+            # before the backward pass, which would add to the parameter's gradient. Earlier blocks
+            # may have run their backward passes, if they did not use the parameter. That does no
+            # harm, as their gradients are in copies, which are dropped. TestFunctions has such
             # functions, with parameters that only the losses of some anchors depend on.
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
@@ -1466,10 +1473,10 @@ class _Attach(torch.autograd.Function):
     for each of the inputs, in their order. `_in_blocks` uses it in two ways.
         reduction     find                        tensors
         mean or sum   `_times`                    the gradients, which are known
-        "none"        computes the blocks again   those that `find` reads. `find` holds them itself,
-                                                  and ignores its second argument. They are saved
-                                                  for one reason. Autograd then raises an error if
-                                                  the caller changes one of them in place"""
+        "none"        computes the blocks again   all tensors of the blocks. `find` has them
+                                                  already, and ignores these. They are saved so
+                                                  that autograd raises an error if the caller
+                                                  changes one of them in place"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
@@ -1513,12 +1520,13 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates, apart from DDP. For each call of
-#     it, either all ranks run the backward pass, or none does. It runs on all ranks if the result
-#     of the call is a field of `_Anchors` or `_Shared`, or if a field was computed from it. It runs
-#     on no rank if the result has no gradient, or is used under no_grad. The reason is that
-#     `_evaluate` lets each field with a gradient enter the result, whatever a function of the
-#     user's has used. This table has all calls that concern a loss. It leaves out checks, whose
-#     calls have no gradient.
+#     it, either all ranks run the backward pass, or none does. If the result of the call has no
+#     gradient, or is used under no_grad, no rank runs it. Otherwise the result must be a field of
+#     the `_Anchors` or the `_Shared` that `_evaluate` gets, or such a field must be computed from
+#     it. Then all ranks run it, as `_evaluate` lets each of these fields enter the loss, whatever a
+#     function of the user's has used. The `_Anchors` that `_couple` makes for itself does not
+#     count. This table has all calls that concern a loss. It leaves out checks, whose calls have no
+#     gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1534,16 +1542,18 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add to the tests a variant in which the tensor has a gradient. Without one, TestGather fails
-#     by itself. It runs on CPUs alone, and not in compiled code. On a GPU the checks of section 8
-#     do not communicate, and all else is the same.
+#     Add to the tests a variant in which the tensor has a gradient. If you forget it, TestGather
+#     fails, and shows the name of the field.
+# Losses over ranks may be compiled. TestGather compiles one. What communicates needs no
+# `_uncompiled`, unless it reads values, too. TestGather runs on CPUs alone. On a GPU the checks of
+# section 8 do not communicate, and all else is the same.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
 # gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
-# backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L a
-# later one. Take the nodes through which the gradient must pass to reach L, and L itself. All are
-# newer than E. While L has not run, one of them has all of its gradient. Autograd runs the newest
-# node that has all of its gradient, so E does not run yet. The backward passes of blocks end at
-# copies, so none of them communicates.
+# backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L
+# a later one. A node of the graph is ready once it has all of its gradient. Of the nodes that are
+# ready, autograd runs the one that was made last. L, and all nodes between L and the loss, were
+# made after E. As long as L has not run, one of them is ready. So it runs before E does. The
+# backward passes of blocks end at copies, so none of them communicates.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1555,7 +1565,8 @@ def _uncompiled(function, *arguments):
 #   - DDP, or `_average` in section 10, then takes the mean over ranks. This divides by R. To undo
 #     that, `_over_ranks` gives the backward pass R · L_r.
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
-#     is the mean over all anchors already, so nothing is multiplied.
+#     is the mean over all anchors already, so nothing is multiplied. Anchors without a positive
+#     count there, with a loss of 0.
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
 # one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
 # that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
@@ -1670,7 +1681,7 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # Shares are an output, and not only saved. So autograd knows that they depend on x, which
+        # The shares are returned as well as saved. So autograd knows that they depend on x, which
         # second derivatives need.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
@@ -1713,8 +1724,8 @@ def _warn(message):
 
 # Allocate 31 MiB, and free them at once. From then on glibc keeps freed memory up to that size, and
 # uses it again. Otherwise it would return the matrix of each block to the operating system. Large
-# losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. No result
-# depends on this line.
+# losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. So the line
+# does nothing if float64 is torch's default dtype. No result depends on it.
 torch.empty(31 * 2**18, device="cpu")
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
@@ -1802,7 +1813,7 @@ def _check_call(options, views, given):
     named = labels is not None or positive_index is not None
     if len(views) < 2 and not (views and named):
         raise InvalidArgument(
-            f"views is {len(views)} tensors. Give two or more (B, D), or one with labels=, or one "
+            f"views has length {len(views)}. Give two or more (B, D), or one with labels=, or one "
             "with negatives= and positive_index=."
         )
     shape = "B", "D"
@@ -2048,8 +2059,8 @@ def _drawn(function, n, width, generator, device):
     if isinstance(generator, _OfRank):
         rank, ranks = generator.rank, generator.ranks
     size = n * ranks, width
-    numbers = function(size, generator=generator, device=device, dtype=torch.float32)
-    return numbers[rank::ranks]
+    drawn = function(size, generator=generator, device=device, dtype=torch.float32)
+    return drawn[rank::ranks]
 
 
 def _floats(images):
@@ -2204,7 +2215,8 @@ def _average(tensors, group):
 
 def _running(network):
     """List the running statistics of BatchNorm."""
-    return [x for name, x in network.named_buffers() if "running" in name]
+    ends = "running_mean", "running_var"
+    return [x for name, x in network.named_buffers() if name.endswith(ends)]
 
 
 def _gradients(optimizer):
@@ -2234,7 +2246,8 @@ def embed(
     group: distributed.ProcessGroup | None = None,
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images are (n, 3, H, W), on any device. A copy of the encoder, without wrappers, runs in eval
+    images are (n, 3, H, W), on any device. They may also be an object whose split(n) yields such
+    tensors. A copy of the encoder, without wrappers, runs in eval
     mode. The results have no gradient. With a group all ranks pass the same images. Each rank
     embeds a share of them, and gets the embeddings of all."""
     if group is not None:

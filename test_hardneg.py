@@ -75,7 +75,7 @@ OPTIONS |= {"cost": st.sampled_from(["sqeuclidean", "exp"])}
 OPTIONS |= {"alpha": st.floats(0.05, 1).map(lambda alpha: round(alpha, 2))}
 OPTIONS |= {"tau_plus": st.sampled_from([None, 0.0, 0.1, 0.3, 0.9])}
 NO_NUMBERS = math.nan, "0.5", torch.ones(2)
-IMAGES, LABELS = shapes(240, classes=4, seed=1, size=16)
+IMAGES, LABELS = shapes(240, seed=1, size=16)
 PLAIN = {"area": (1, 1), "ratio": (1, 1), "flip": 0, "jitter": 0, "gray": 0}  # changes nothing
 # a process of its own has one thread: more would wait for each other
 ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
@@ -685,6 +685,8 @@ def losses_of(group):
     options = {"loss": "ot", "detach_weights": False, "block_size": 4, "group": group}
     options["objective"] = lambda pos, neg, log_w: (neg + log_w).logsumexp(1) - pos[:, 0] + learned
     add(contrastive_loss(images, texts, **options))
+    compiled = torch.compile(contrastive_loss, backend="aot_eager")
+    add(compiled(images, texts, loss="ot", block_size=4, group=group))
     rows = hardneg.gather(torch.stack([texts, given], 1), group).flatten(0, 1)  # a ranking loss
     options = {"negatives": rows, "positive_index": 2 * share, "loss": "ot", "group": group}
     add(contrastive_loss(images, texts, **options))

@@ -232,16 +232,16 @@ def parse(argv: list[str]) -> dict:
 def run(options: Options, images: Images | None = None, known: dict | None = None) -> dict:
     """Train an encoder, measure it, and save what was found → the content of results.json.
     Several runs may share images, and figures that `report.measure` has found before."""
-    with runs.alone(options.out):
-        results = runs.finished(options)
-        if results is not None:
-            report.print_table(results)
-            print(f"This run was finished before. --overwrite replaces {shown(options.out)}.")
-            return results
-        images = images or read(options)
-        settings = options.of_the_run()
-        print(", ".join(f"{name} {settings[name]}" for name in CRITERION if name in settings))
-        encoder, training = build(options, images)
+    results = runs.finished(options)
+    if results is not None:
+        report.print_table(results)
+        print(f"This run was finished before. --overwrite replaces {shown(options.out)}.")
+        return results
+    images = images or read(options)
+    settings = options.of_the_run()
+    print(", ".join(f"{name} {settings[name]}" for name in CRITERION if name in settings))
+    encoder, training = build(options, images)
+    with runs.alone(options.out):  # from here on there is a folder
         state = runs.restore(training, options, images)
         learn(options, training, state, images)
         if not ranks.is_first():

@@ -104,6 +104,4 @@ def say_no_effect(options) -> None:
         print("--micro-batch has no effect, as a batch has no more views than that.")
     has_labels = options.method == "diffhard" or (options.labels and options.has_effect("labels"))
     if options.objective in ("ppcl", "each") and not has_labels:
-        print(f"Without labels, {options.objective} of --loss {options.loss} is the same as nce.")
-        if options.has_effect("labels"):
-            print("If the images have classes, --labels gives them to the loss.")
+        print(f"Without --labels, {options.objective} of --loss {options.loss} is the same as nce.")

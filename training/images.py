@@ -88,8 +88,6 @@ def load(
     chosen = torch.arange(len(labels))
     if validation or test is None:
         split = "Every fifth image to train on is held out for testing."
-        if validation and test is None:
-            split += " So it would be without --validation, as there are no test images."
         held = every_fifth(labels)
         test, tested, chosen = train, chosen[held], chosen[~held]
     else:
@@ -174,13 +172,8 @@ def at_most(images: Images, n: int) -> Images:
     """Take about n training and n test images, an equal share of each class."""
     some = even(images.train_labels, n)
     others = even(images.test_labels, n)
-    return Images(
-        Rows(images.train, some),
-        images.train_labels[some],
-        Rows(images.test, others),
-        images.test_labels[others],
-        images.classes,
-    )
+    few = images._replace(train=Rows(images.train, some), train_labels=images.train_labels[some])
+    return few._replace(test=Rows(images.test, others), test_labels=images.test_labels[others])
 
 
 # ---- The built-in images: an outline is a class ------------------------------------------------
@@ -214,13 +207,11 @@ CRAYONS = [[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.
 CRAYONS = torch.tensor(CRAYONS)[:, :, None, None]
 
 
-def shapes(n: int = 8000, classes: int = 10, seed: int = 0, size: int = 32) -> Drawn:
+def shapes(n: int = 8000, seed: int = 0, size: int = 32) -> Drawn:
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,).
-    There are 2 to 10 classes. Colours, place, scale, rotation and noise are random. A seed repeats
-    its images."""
-    require(2 <= classes <= len(SHAPES), "classes", classes, f"2 to {len(SHAPES)}")
+    Colours, place, scale, rotation and noise are random. A seed repeats its images."""
     generator = torch.Generator().manual_seed(seed)
-    labels = torch.randperm(n, generator=generator) % classes
+    labels = torch.randperm(n, generator=generator) % len(SHAPES)
     parts = [draw_shapes(part, size, generator) for part in labels.split(2000)]  # to save memory
     return Drawn(torch.cat(parts), labels)
 
@@ -304,10 +295,7 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
                 left_out[path] = "are links to what is read elsewhere"
                 continue
             seen.add(real)
-            inner = find(path, home, seen, left_out)
-            if not inner:
-                left_out[path] = "have no images"
-            paths += inner
+            paths += find(path, home, seen, left_out)
         elif path.is_file() and ENDINGS.get(path.suffix.lower()) in Image.OPEN:
             paths.append(path)
         else:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import io
 import json
-import os
 import platform
 from pathlib import Path
 
@@ -49,12 +48,10 @@ def read_checkpoint(folder: Path, device: str) -> dict:
 
 @contextlib.contextmanager
 def alone(folder: Path):
-    """Keep other runs out of a folder. The lock ends with the process, however that ends.
-    A run that leaves no files removes the folders that it made."""
+    """Keep other runs out of a folder. The lock ends with the process, however that ends."""
     if not ranks.is_first():
         yield
         return
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as lock:
         try:
@@ -66,14 +63,7 @@ def alone(folder: Path):
             raise hardneg.InvalidArgument(f"{message} or choose another --out.") from error
         except (ImportError, OSError):
             pass  # Windows and some file systems have no locks, so two runs go unnoticed there
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):  # others may use the folders by now
-                if os.listdir(folder) == [LOCK]:  # the run left no files
-                    os.remove(folder / LOCK)
-                    for path in made:
-                        path.rmdir()
+        yield
 
 
 @contextlib.contextmanager

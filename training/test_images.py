@@ -51,8 +51,6 @@ class TestShapes:
         assert not torch.equal(one[0], other[0])
         assert one[0].shape == (50, 3, 32, 32) and one[1].bincount().tolist() == [5] * 10
         assert images.shapes(7, size=48)[0].shape == (7, 3, 48, 48)
-        with pytest.raises(InvalidArgument, match="classes is 11"):
-            images.shapes(7, classes=11)
 
 
 class TestLoad:
@@ -76,9 +74,6 @@ class TestLoad:
         assert values_of(held.test) == [4, 9, 44, 49] and held.test.shape[-1] == 20
         rest = [k for k in range(10) if k not in (4, 9)]
         assert values_of(held.train) == rest + [40 + k for k in rest]
-        assert "without --validation" not in held.split
-        alone = images.load(tmp_path / "train", validation=True)
-        assert "So it would be without --validation" in alone.split
 
     def test_images_without_a_label_are_no_test(self):
         """STL10 has many of them, beside its classes."""
@@ -244,11 +239,10 @@ class TestFolders:
             "3 are links to what is read elsewhere, for example cat/other, dog/away, dog/up.",
             "5 do not end as names of images do, "
             "for example cat/a.csv, cat/b.csv, cat/none.png, ….",
-            "1 have no images, for example cow.",
             "1 lie beside the folders that are read, for example beside.png.",
-            messages[5],
+            messages[4],
         ]
-        assert f"{tmp_path}/dog/d.png (cannot identify" in messages[5]
+        assert f"{tmp_path}/dog/d.png (cannot identify" in messages[4]
 
     @pytest.mark.parametrize("ending", "gif JFIF jpe avif tif TIFF webp bmp ppm jp2 tga".split())
     def test_what_pillow_opens_is_read(self, ending, tmp_path):

@@ -107,7 +107,7 @@ def small_shapes(monkeypatch):
 @pytest.fixture(scope="module")
 def few():
     """A small training set and test set of the built-in images, with four classes."""
-    sets = images.shapes(240, 4, seed=1, size=16) + images.shapes(120, 4, seed=2, size=16)
+    sets = images.shapes(240, seed=1, size=16) + images.shapes(120, seed=2, size=16)
     return Images(*sets, ["a", "b", "c", "d"])
 
 
@@ -139,7 +139,7 @@ class TestReport:
         large = few.train.repeat_interleave(4, 2).repeat_interleave(4, 3)
         test = few.test.repeat_interleave(4, 2).repeat_interleave(4, 3)
         report.evaluate(None, few._replace(train=large, test=test))
-        assert seen[1].bincount().tolist() == [25] * 4 and seen[0].shape == (100, 3 * 16 * 16)
+        assert seen[1].bincount().tolist() == [10] * 10 and seen[0].shape == (100, 3 * 16 * 16)
         close(seen[2], few.test.flatten(1) / 255, 1e-6)
 
     def test_uniformity_looks_at_a_share_and_no_figure_is_of_nan(self, few, monkeypatch):
@@ -551,9 +551,9 @@ class TestRuns:
         assert (tmp_path / "x").read_bytes() == b"old" and times_of(tmp_path).keys() == {"x"}
 
     def test_two_runs_do_not_share_a_folder(self, tmp_path, small_shapes, monkeypatch):
-        """The second is told before it reads images; a file system may lack locks."""
+        """The second is told before it trains; a file system may lack locks."""
         with runs.alone(tmp_path), monkeypatch.context() as patch:
-            patch.setattr(train, "read", lambda _: 1 / 0)
+            patch.setattr(train, "learn", lambda *_: 1 / 0)
             with pytest.raises(InvalidArgument, match="^--out is .*, where another run is at work"):
                 finish(tmp_path)
             assert not times_of(tmp_path)
@@ -623,9 +623,9 @@ is for hard, hard-simple, triplet.
 --method queue --labels | --labels has no effect with \
 --data shapes, --method queue and --loss hcl. It is for \
 simclr, bank, clae.
---loss ppcl --tau-plus .1 | Without labels, ppcl of --loss ppcl is the same as nce.; If the images \
-have classes, --labels gives them to the loss.
---loss hcl --objective each --method queue | Without labels, each of --loss hcl is the same as nce.
+--loss ppcl --tau-plus .1 | Without --labels, ppcl of --loss ppcl is the same as nce.
+--loss hcl --objective each --method queue | Without --labels, each of --loss hcl is the same as \
+nce.
 --loss supcon --labels |
 --method diffhard |
 --root there | --root has no effect with \
@@ -752,8 +752,8 @@ class TestBuild:
         index = torch.tensor([3, 0, 1, 5])
         training.method.step(training.encoder, few.train[index], index, None)
         found = training.method.contrast.call_args.kwargs["labels"]
-        bank = [4, 5, *labels[2:].tolist()] if method == "bank" else []
-        assert found.tolist() == [labels[3], 4, 5, labels[5], *bank]
+        bank = [10, 11, *labels[2:].tolist()] if method == "bank" else []
+        assert found.tolist() == [labels[3], 10, 11, labels[5], *bank]
         with pytest.raises(InvalidArgument, match="^--labels is given; .* have no classes"):
             train.build(options, few._replace(train_labels=labels.clamp(max=-1)))
 
