@@ -21,11 +21,9 @@ Symbols
                 of ranks, or K, the number of rows of `negatives`
     N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
                 one anchor N stands for N_i
-    M           columns of the matrix of positives (A, M), which can have masked entries. There are
-                V − 1 with two or more views. With one view there are P if positive_index (B, P) is
-                given, and none if not. If labels name positives, there are N more, one for each
-                candidate. Of these N, other labels and the anchor's own sample are masked. In
-                formulas of one anchor M counts the entries that are not masked
+    M           columns of the matrix of positives (A, M), some of whose entries are masked. The
+                table above `_line_up` says which positives there are. In formulas of one anchor M
+                counts those that are not masked
     z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
     t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
     s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
@@ -93,8 +91,7 @@ INF = math.inf
 
 # loss: weights, objective, τ⁺. A None in this table stands for 1 / (N_i + 1).
 # To add a loss, add its row here and in PRESETS of reference_numpy.py. TestContrastiveLoss and most
-# other tests go through all rows. TestStatistics tests return_stats, and TestContrastiveLossModule
-# tests the module.
+# other tests go through all rows.
 PRESETS = {
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
@@ -135,9 +132,9 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. If there are several positives and debiasing is on, it is called a second time,
-        with the logits (a, M) of the positives in place of those of candidates. Logits of what does
-        not count are −1e30. Blocks can call the function again in the backward pass, so it has to
+        mean 1. With debiasing and several columns of positives it is called a second time, with the
+        logits (a, M) of positives in place of those of candidates. Logits of what does not count
+        are −1e30. Blocks can call the function again in the backward pass, so it has to
         give the same answer then, without random numbers.""",
     ]
     objective: Annotated[
@@ -201,7 +198,8 @@ class Options(TypedDict, total=False):
         True,
         (True, False),
         """Project rows to the unit sphere first. If you turn this off, logits are inner products
-        over t. Debiasing, transport, margins, `simple` and `triplet` then need unit rows.""",
+        over t. For debiasing, transport, margins, `simple` and `triplet` you must then pass unit
+        rows. This is not checked.""",
     ]
     detach_weights: Annotated[
         bool | None,
@@ -272,9 +270,9 @@ def contrastive_loss(
                     `nce`. Here q⁺_i is the q of the sample that is the positive of anchor i. With
                     two views that is the anchor's own sample, so q⁺_i is q_i. With one view and
                     labels, exactly one other sample must have the anchor's label, and q⁺_i is its
-                    q. This is the usual logQ correction of a softmax. It divides the term e^p of
-                    the positive by q⁺_i, and the term e^s of each candidate by q_j. `nce` does not
-                    change if all terms are multiplied by q⁺_i. They are then e^p, and e^s times
+                    q. This is the usual logQ correction of a softmax, whose terms are e^p / q⁺_i
+                    for the positive, and e^s / q_j for each candidate. If all of them are
+                    multiplied by q⁺_i, `nce` stays the same. That gives e^p, and e^s times
                     q⁺_i / q_j, which are the terms with these log_weights.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
@@ -287,8 +285,8 @@ def contrastive_loss(
                     of the loss. Without DDP, take the mean of each gradient over the ranks. With
                     reduction="none" each rank calls backward on the mean of its own losses. In that
                     mean an anchor without a positive counts as a loss of 0, while "mean" leaves it
-                    out. If a rank takes the sum instead, multiply that by the number of ranks, as
-                    averaging the gradients divides by it.
+                    out. For the sum over all ranks, each of R ranks calls backward on R times the
+                    sum of its own losses, as averaging the gradients then divides by R.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
                     "clamped" is the share of anchors whose debiased mean of e^s comes out below
                     e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
@@ -302,8 +300,9 @@ def contrastive_loss(
     grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. It stores the costs of all
     pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it stores none,
     and each step computes them again, which takes A·N·D.
-    torch.func.grad, jvp and hessian work, without blocks. torch.func.vmap over inputs does not
-    work, as values are read. hessian uses vmap, but not over inputs.
+    torch.func.grad, jvp and hessian work without a group, and then there are no blocks.
+    torch.func.vmap over inputs does not work, as values are read. hessian uses vmap, but not over
+    inputs.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
@@ -402,11 +401,13 @@ class ContrastiveLoss(nn.Module):
 # Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
 # masked logit is still the product of two embeddings, and a gradient that arrives there would move
 # them. No gradient arrives if each path from a masked logit to the loss goes through a function
-# whose gradient at that entry is exactly 0. There are three kinds of such functions.
+# whose gradient at that entry is exactly 0. There are four kinds of such functions.
 #   - a softmax in a row that is not all masked; `log_sum` and `_mean` have one
 #   - a masked_fill on a copy
 #   - a clamp
-# Section 3 says what an objective does with a row that is all masked.
+#   - a softplus or a relu of something far below 0
+# In a row that is all masked a softmax does not help, so there an objective needs one of the
+# others.
 MASKED, FAR = -1e30, -1e20
 
 
@@ -421,9 +422,9 @@ MASKED, FAR = -1e30, -1e20
 #                 too. In these two calls the parameter is the float 0.0, and not a tensor
 #     t           the temperature. Take this, not the option `temperature`. With that option the
 #                 result would be right, too. But if the temperature is learned, all anchors would
-#                 be computed in one go, in the memory of A·N numbers. For each block works on a
-#                 copy of a learned temperature, which is t. The block would miss the gradient of
-#                 the original, and section 7 notices that
+#                 be computed in one go, in the memory of A·N numbers. The reason is that a block
+#                 works on its own copy of a learned temperature. That copy is t. The block would
+#                 miss the gradient of the original, and section 7 notices that
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -485,8 +486,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
     # 8. int() rounds α down to such billionths. So an α that is meant as k / N still keeps k. For
-    # example α = 2/3 becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2. If
-    # α were rounded up, it would be just above 2, and its ceiling would be 3.
+    # example α = 2/3 becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2.
+    # Rounded up, α would be 0.666666667. That gives 2.000000001, whose ceiling is 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -622,9 +623,9 @@ def _fill_in(function, given):
 # What an objective must do:
 #   - The loss of an anchor follows from its own row alone.
 #   - Send no gradient to masked logits. Autograd does not know that they were masked, so a gradient
-#     there would reach the embeddings, see `_mask_`. An anchor without negatives needs care. Its
-#     gradient with respect to neg, log_w and log_negatives has to be 0. `decoupled` sees to that by
-#     masked_fill.
+#     there would reach the embeddings, see `_mask_`. An anchor without negatives needs care, as its
+#     row is all masked. Its gradient with respect to neg, log_w and log_negatives has to be 0.
+#     `nce`, `each` and `ppcl` see to that by a softplus, and `decoupled` by a masked_fill.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
@@ -804,9 +805,10 @@ class _Anchors(NamedTuple):
         negatives, no index  rows are empty   no          no                      True or False
         positive_index       yes              yes         yes, if V is 1          False
         `mine`               not ensured      yes         yes                     False
-    `_each_once` ensures the "yes" of positive_index. Otherwise an entry that comes twice would be a
-    positive twice. If `plain` is True, `answer` would also count it as two masked columns. In
-    `mine` it does no harm, as that takes only the largest of the positives, and counts nothing."""
+    `_each_once` ensures that positive_index has no entry twice but −1. Otherwise the entry would be
+    a positive twice. In `mine` it does no harm, as that takes only the largest of the positives.
+    If you add a source with `plain` True, `answer` would also count an entry that comes twice as
+    two masked columns."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
@@ -864,7 +866,7 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Rows that positive_index names are left out of these.
+# as positives, too. Of these rows, those that positive_index names do not count again.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1187,7 +1189,7 @@ def _couple(anchors, shared, group, options):
     with torch.set_grad_enabled(has_gradient):
         if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in float32
             kernel = functools.partial(iter, list(kernel()))  # stored
-        return sinkhorn(kernel, symmetric)[1]  # what is not stored, each step computes again
+        return sinkhorn(kernel, symmetric)[1]  # each step computes the kernel, if it is not stored
 
 
 # ---- 6. Finding: which samples to take as negatives --------------------------------------------
@@ -1519,14 +1521,14 @@ def _uncompiled(function, *arguments):
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
-#   - In the backward pass of a loss `gather` alone communicates, apart from DDP. For each call of
-#     it, either all ranks run the backward pass, or none does. If the result of the call has no
-#     gradient, or is used under no_grad, no rank runs it. Otherwise the result must be a field of
-#     the `_Anchors` or the `_Shared` that `_evaluate` gets, or such a field must be computed from
-#     it. Then all ranks run it, as `_evaluate` lets each of these fields enter the loss, whatever a
-#     function of the user's has used. The `_Anchors` that `_couple` makes for itself does not
-#     count. This table has all calls that concern a loss. It leaves out checks, whose calls have no
-#     gradient.
+#   - In the backward pass of a loss `gather` alone communicates. The encoder may communicate, too,
+#     by DDP or SyncBatchNorm. Each call of `gather` has a backward pass of its own. All ranks must
+#     run that pass, or none. No rank runs it if the gathered tensor has no gradient, or is used
+#     under no_grad. Otherwise make the gathered tensor a field of the `_Anchors` or the `_Shared`
+#     that `_evaluate` gets, or compute such a field from it. Then all ranks run the pass, as
+#     `_evaluate` lets each of these fields enter the loss, whatever a function of the user's has
+#     used. The `_Anchors` that `_couple` makes for itself do not count. This table has all calls
+#     that concern a loss. It leaves out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1536,7 +1538,7 @@ def _uncompiled(function, *arguments):
 #                                                 as the kernel has no graph
 #         `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
 #                                                 pos, and `_mask_` reads it under no_grad
-#         `negatives`               `_couple`     never, as `_check_negatives` refuses them there
+#         `negatives`               `_couple`     never, as `_check_negatives` refuses (B, K, D)
 #         other fields              `_couple`     never, as they have no gradient
 #   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
@@ -1546,14 +1548,15 @@ def _uncompiled(function, *arguments):
 #     fails, and shows the name of the field.
 # Losses over ranks may be compiled. TestGather compiles one. What communicates needs no
 # `_uncompiled`, unless it reads values, too. TestGather runs on CPUs alone. On a GPU the checks of
-# section 8 do not communicate, and all else is the same.
+# section 8 do not communicate, and all else communicates in the same way.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
 # gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
 # backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L
 # a later one. A node of the graph is ready once it has all of its gradient. Of the nodes that are
 # ready, autograd runs the one that was made last. L, and all nodes between L and the loss, were
-# made after E. As long as L has not run, one of them is ready. So it runs before E does. The
-# backward passes of blocks end at copies, so none of them communicates.
+# made after E. Each of these nodes waits only for others of them. So until L has run, one of them
+# is ready, and autograd takes it before E. The same holds for a SyncBatchNorm in the encoder, which
+# communicates, too. The backward passes of blocks end at copies, so none of them communicates.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1739,7 +1742,7 @@ def _words_of(allowed):
         return f"one of {', '.join(map(str, allowed))}"
     low, high = allowed
     kind = "a whole number" if isinstance(high, int) else "a number"
-    return f"{kind} from {low:g} to {high:g}"
+    return f"{kind} from {low:g} to {high:.9g}"
 
 
 def _explained():
@@ -1997,7 +2000,7 @@ def view(
     The views are float32 or float64, in [0, 1], with a gradient in the images. The defaults are
     those of [6] for 32 × 32 images, but area starts at 0.2 instead of 0.08. One affine map of luma
     and chroma makes all changes of colour, so they have no order. Ref: [6] App. A; [3] 3.1"""
-    _check_tensor("images", images, "", ("B", 3, "H", "W"))
+    _check_tensor("images", images, "", ("B", 3, "H", "W"), required=True)
     x = _floats(images)
     draws = _drawn(torch.rand, len(x), len(DRAWS), generator, x.device)
     draws = dict(zip(DRAWS, draws.to(x.dtype).unbind(1), strict=True))  # each is (B,)
@@ -2246,18 +2249,19 @@ def embed(
     group: distributed.ProcessGroup | None = None,
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images are (n, 3, H, W), on any device. They may also be an object whose split(n) yields such
-    tensors. A copy of the encoder, without wrappers, runs in eval
-    mode. The results have no gradient. With a group all ranks pass the same images. Each rank
-    embeds a share of them, and gets the embeddings of all."""
+    images are (n, 3, H, W), on any device. They may also be an object with len(images), with
+    images.split(size), and, for a group, with images[index]. The last two give such tensors. A copy
+    of the encoder, without wrappers, runs in eval mode. The results have no gradient. With a group
+    all ranks pass the same images. Each rank embeds a share of them, and gets the embeddings of
+    all."""
     if group is not None:
         n = len(images)
         outputs = embed(encoder, images[_share(n, group)], batch_size)
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
     groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    # deepcopy regards what is in this dict as copied, and uses it as it is. It has the process
-    # groups of SyncBatchNorm, which cannot be copied.
+    # The process groups of SyncBatchNorm cannot be copied. deepcopy uses what is in this dict as it
+    # is, and does not copy it.
     shared = {id(x): x for x in groups}
     encoder = copy.deepcopy(encoder, shared).eval()
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
@@ -2335,8 +2339,8 @@ def _down(before, after, first=False, last=False):
 
 
 def _widths(size, width):
-    """List the numbers of channels of images of the sides size, size / 2, …, 4.
-    They double from width to at most four times width."""
+    """List numbers of channels, which double from width to at most four times width.
+    There is one for each of the sides size, size / 2, …, 4."""
     valid = size >= 8 and size.bit_count() == 1
     _require(valid, "size", size, "a power of two of at least 8, such as 32")
     _check_number("width", width, 1)
@@ -2579,10 +2583,10 @@ class SimCLR(nn.Module):
 
 class Bank(SimCLR):
     """Contrast one view of each image with the image's row of a memory bank.
-    The candidates are all other rows. images are the whole training set, and momentum is that of
-    the bank. The bank starts from embeddings by the given encoder. An untrained encoder maps all
-    images near one point, so the mean of these embeddings is subtracted. Ref: [4] Eq. 1, with the
-    bank in place of second views"""
+    The candidates are all other rows. images are the whole training set, as `embed` takes it.
+    momentum is that of the bank. The bank starts from embeddings by the given encoder. An untrained
+    encoder maps all images near one point, so the mean of these embeddings is subtracted. Ref: [4]
+    Eq. 1, with the bank in place of second views"""
 
     def __init__(
         self,
@@ -2638,6 +2642,7 @@ class DiffHard(SimCLR):
     #     turn that ascends      clears       fills, by the encoder's loss       ascends; imitates
     #     turn without ascent    clears       nothing                            imitates
     #     the game alone         nothing      nothing                            imitates
+    # Before it imitates, `after_step` lets G_ema follow G, which changes no gradient.
     # `imitate` clears the gradients of G, fills them with those of G's own loss, and descends.
     # Numbers are drawn in this order, for latents, for views, and for latents of `imitate`.
     def step(self, encoder, images, index, generator, return_stats=False, **options):
@@ -2753,7 +2758,7 @@ RECIPES = {
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
     "adam": {"epochs": 400, "batch_size": 256, "lr": 1e-3, "weight_decay": 1e-6},
 }
-OPTIMIZERS = {  # the second entry multiplies lr at a progress in [0, 1]
+OPTIMIZERS = {  # the second entry multiplies lr at a progress in [0, 1)
     "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
     "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
     "adam": (torch.optim.Adam, lambda progress, step: 1.0),  # [1] App. C, [2] VII-A

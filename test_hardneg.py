@@ -1814,7 +1814,7 @@ class TestInvalidArguments:
         ),
         ("positive_index", [0, 1, 2, 5], (5,), "has rows from 0 to 5. It can have −1 to 4"),
         ("positive_index", [0, 1, 2, 3], (), "names rows of negatives, but there are none"),
-        ("temperature", torch.ones(2), (), "it must be a number from 1e-06 to 1e+06"),
+        ("temperature", torch.ones(2), (), "it must be a number from 1e-06 to 1000000"),
         ("alpha", 1.1, (), "is 1.1; it must be a number from 1e-09 to 1"),
     ]
 
@@ -2873,11 +2873,13 @@ class TestTraining:
     INVALID += [("game", name, 0) for name in ("width", "latent", "every")]
     INVALID += [("game", "size", 4), ("game", "size", 24), ("game", "pretrain", -1)]
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]
+    INVALID += [("view", "images", None)]
     # what is wrong, and what the error says
     CONDITIONS = [
         ("size", r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. "),
         ("objective", "^objective is nce, .* Use ppcl, or a game without pairs"),
         ("too few", r"^len\(images\) is 1; it must be a whole number from 2 "),
+        ("momentum", "^momentum is 1.0; it must be a number from 0 to 0.9+$"),
         ("setting", "^There is no setting rate. Settings are epochs, batch_size, lr, weight_decay"),
     ]
 
@@ -2887,6 +2889,7 @@ class TestTraining:
             "training": lambda **option: list(begin(IMAGES, **option)),
             "game": tiny_game,
             "encoder": hardneg.Encoder,
+            "view": hardneg.view,
         }
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
         with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
@@ -2898,6 +2901,7 @@ class TestTraining:
             "size": lambda: tiny_game().imitate(random_images(4, 16)),
             "objective": lambda: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
             "too few": lambda: begin(IMAGES[:1]),
+            "momentum": lambda: tiny_game(momentum=1.0),
             "setting": lambda: begin(IMAGES, rate=1.0),
         }
         with pytest.raises(hardneg.InvalidArgument, match=said):
