@@ -267,13 +267,13 @@ def contrastive_loss(
                     estimates the sum over all rows.
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
-                    `nce`. Here q⁺_i is the q of the sample that is the positive of anchor i. With
-                    two views that is the anchor's own sample, so q⁺_i is q_i. With one view and
-                    labels, exactly one other sample must have the anchor's label, and q⁺_i is its
-                    q. This is the usual logQ correction of a softmax, whose terms are e^p / q⁺_i
-                    for the positive, and e^s / q_j for each candidate. If all of them are
-                    multiplied by q⁺_i, `nce` stays the same. That gives e^p, and e^s times
-                    q⁺_i / q_j, which are the terms with these log_weights.
+                    `nce`. This is the usual logQ correction of a softmax, which divides e^p by q⁺_i
+                    and e^s by q_j. `nce` stays the same if all terms are then multiplied by q⁺_i.
+                    That leaves e^p as it was, and multiplies e^s by q⁺_i / q_j.
+                    Here q_j is that of the sample that column j shows, and q⁺_i is that of the
+                    sample that is the positive of anchor i. With two views that is the anchor's own
+                    sample, so q⁺_i is q_i. With one view and labels, exactly one other sample must
+                    have the anchor's label, and q⁺_i is its q.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -282,11 +282,12 @@ def contrastive_loss(
                     Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
                     all ranks, see `gather`. All ranks have to call with the same shapes.
                     DistributedDataParallel has to average the gradients, also those of parameters
-                    of the loss. Without DDP, take the mean of each gradient over the ranks. With
-                    reduction="none" each rank calls backward on the mean of its own losses. In that
-                    mean an anchor without a positive counts as a loss of 0, while "mean" leaves it
-                    out. For the sum over all ranks, each of R ranks calls backward on R times the
-                    sum of its own losses, as averaging the gradients then divides by R.
+                    of the loss. Without DDP, take the mean of each gradient over the ranks.
+                    If reduction is "none", you reduce the losses yourself. For their mean, each
+                    rank calls backward on the mean of its own losses. In that mean an anchor
+                    without a positive counts as a loss of 0, while "mean" leaves it out. For their
+                    sum, each of R ranks calls backward on R times the sum of its own losses, as
+                    averaging the gradients then divides by R.
     return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
                     "clamped" is the share of anchors whose debiased mean of e^s comes out below
                     e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
@@ -327,7 +328,7 @@ def contrastive_loss(
 
 class _Answers(NamedTuple):
     losses: Tensor  # (a,), 0 where an anchor has no positive
-    lacking: list  # how many anchors have no positive, have no candidate, are clamped
+    lacking: list  # three counts of anchors: without a positive, without a candidate, and clamped
     pos: Tensor  # logits (a, M)
     neg: Tensor  # logits (a, N)
     log_w: Tensor  # (a, N)
@@ -420,11 +421,10 @@ MASKED, FAR = -1e30, -1e20
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0,
 #                 too. In these two calls the parameter is the float 0.0, and not a tensor
-#     t           the temperature. Take this, not the option `temperature`. With that option the
-#                 result would be right, too. But if the temperature is learned, all anchors would
-#                 be computed in one go, in the memory of A·N numbers. The reason is that a block
-#                 works on its own copy of a learned temperature. That copy is t. The block would
-#                 miss the gradient of the original, and section 7 notices that
+#     t           the temperature. Take this, not the option `temperature`. A block works on its own
+#                 copy of a learned temperature, and t is that copy. A rule that takes the option
+#                 uses the original. Section 7 notices this, and computes all anchors in one go. The
+#                 result is right, but it takes the memory of A·N numbers
 #     and any other option by its name.
 # What a rule must do:
 #   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
@@ -597,7 +597,7 @@ def weigh(pos, neg, n, anchors, shared, options):
 
 def takes(function):
     """List the names of a function's parameters."""
-    # torch.no_grad and other decorators keep the function in __wrapped__. inspect.signature would
+    # A decorator such as torch.no_grad keeps the function in __wrapped__. inspect.signature would
     # take thirty times as long
     code = getattr(function, "__wrapped__", function).__code__
     return code.co_varnames[: code.co_argcount]
@@ -625,7 +625,8 @@ def _fill_in(function, given):
 #   - Send no gradient to masked logits. Autograd does not know that they were masked, so a gradient
 #     there would reach the embeddings, see `_mask_`. An anchor without negatives needs care, as its
 #     row is all masked. Its gradient with respect to neg, log_w and log_negatives has to be 0.
-#     `nce`, `each` and `ppcl` see to that by a softplus, and `decoupled` by a masked_fill.
+#     `nce`, `each` and `ppcl` see to that by a softplus, `decoupled` by a masked_fill, and `simple`
+#     and `triplet` by that of `_mean`.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
@@ -807,8 +808,8 @@ class _Anchors(NamedTuple):
         `mine`               not ensured      yes         yes                     False
     `_each_once` ensures that positive_index has no entry twice but −1. Otherwise the entry would be
     a positive twice. In `mine` it does no harm, as that takes only the largest of the positives.
-    If you add a source with `plain` True, `answer` would also count an entry that comes twice as
-    two masked columns."""
+    A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
+    minus the width of `own` for N_i."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
@@ -866,7 +867,8 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Of these rows, those that positive_index names do not count again.
+# as positives, too. Rows that positive_index names are left out of these. With one view they are
+# positives already. With more views the other views are there in their place.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -987,6 +989,12 @@ def who(anchors, shared, options):
 # labels and positive_index. If your source can give such a view its positives, name it in `named`
 # there. Add a line to the table above `_line_up`. Then add the source to `_who_is_who` of
 # reference_numpy.py, and to DRAWN of TestContrastiveLoss.
+#
+# There is no recipe for another source of candidates. They are the batch, or they are the rows of
+# `negatives`, and much follows from that: what `own` means, `plain`, `batch`, N, the labels of
+# candidates, and over ranks the columns of an anchor's own sample. To have both in one loss, pass
+# both as `negatives`, and name the rows of the anchor's own sample in positive_index. Then the
+# first view alone has anchors. For anchors of the other view, call the loss again.
 #
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
@@ -1112,7 +1120,7 @@ def sinkhorn(
     f = g = None
     # A pass through the loop begins with the f and g of the pass before, the old ones. It
     #   - computes log_rows, the log of Σ_j e^{g_j − C_ij/ε} with the old g,
-    #   - computes log_columns in the same way, with the new f, which is −log_rows,
+    #   - computes log_columns in the same way, with −log_rows as f,
     #   - checks the old f and g, whose row totals are e^{f + log_rows},
     #   - and, unless these are right, replaces f and g by the new ones.
     # Here rows sum to 1 and columns to A / N, as in the sketch above.
@@ -1128,7 +1136,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        # `_log_sums` has computed this same f for each block. Change both together
+        # `_log_sums` has used this same f. Change both together
         f = -_zero_if_masked(log_rows)
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
@@ -1154,7 +1162,8 @@ def _zero_if_masked(x):
 
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows in the same blocks. So they have
-    the same error to the last bit, and stop at the same step. On a GPU the error is read only in
+    the same error, and stop at the same step. If rounding differed, their g would differ a little,
+    but no rank would wait for another. On a GPU the error is read only in
     every eighth step and in the last one, since the host waits for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
@@ -1340,7 +1349,8 @@ def _evaluate(anchors, shared, group, options):
     value, count = value.sum(), n_anchors - lacking[0]
     # If you add a term that is one number x, such as a penalty, add it to value here. Values are
     # summed over ranks. So with "sum" divide an x that is equal on all ranks by their number. With
-    # "mean" add x · count, as value is divided by the count of all ranks. `_over_ranks` takes care
+    # "mean" add x · count, with this rank's count. Over ranks that sums to x times the count of all
+    # ranks, by which value is divided. `_over_ranks` takes care
     # of the gradient. With "none" x has no place.
     if group is not None:
         value, count = _over_ranks(value, count, group)
@@ -1522,13 +1532,14 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates. The encoder may communicate, too,
-#     by DDP or SyncBatchNorm. Each call of `gather` has a backward pass of its own. All ranks must
-#     run that pass, or none. No rank runs it if the gathered tensor has no gradient, or is used
-#     under no_grad. Otherwise make the gathered tensor a field of the `_Anchors` or the `_Shared`
-#     that `_evaluate` gets, or compute such a field from it. Then all ranks run the pass, as
-#     `_evaluate` lets each of these fields enter the loss, whatever a function of the user's has
-#     used. The `_Anchors` that `_couple` makes for itself do not count. This table has all calls
-#     that concern a loss. It leaves out checks, whose calls have no gradient.
+#     by DDP or SyncBatchNorm. DDP needs that all ranks use the same parameters, those of a user's
+#     function, too. Each call of `gather` has a backward pass of its own. All ranks must run that
+#     pass, or none. No rank runs it if the gathered tensor has no gradient, or is used under
+#     no_grad. Otherwise make the gathered tensor a field of the `_Anchors` or the `_Shared` that
+#     `_evaluate` gets, or compute such a field from it. Then all ranks run the pass. The reason is
+#     that `_evaluate` lets each of these fields enter the loss, whatever a function of the user's
+#     has used. It does not get the `_Anchors` that `_couple` makes. This table has all calls that
+#     concern a loss. It leaves out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1553,10 +1564,11 @@ def _uncompiled(function, *arguments):
 # gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
 # backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L
 # a later one. A node of the graph is ready once it has all of its gradient. Of the nodes that are
-# ready, autograd runs the one that was made last. L, and all nodes between L and the loss, were
-# made after E. Each of these nodes waits only for others of them. So until L has run, one of them
-# is ready, and autograd takes it before E. The same holds for a SyncBatchNorm in the encoder, which
-# communicates, too. The backward passes of blocks end at copies, so none of them communicates.
+# ready, autograd runs the one that was made last. Call L, and all nodes between L and the loss, the
+# late nodes. All of them were made after E. A late node waits for nodes between it and the loss.
+# These are late, too. So until L has run, a late node is ready, and autograd runs it before E. The
+# same holds for a SyncBatchNorm in the encoder, which communicates, too. The backward passes of
+# blocks end at copies, so none of them communicates.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1684,8 +1696,8 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # The shares are returned as well as saved. So autograd knows that they depend on x, which
-        # second derivatives need.
+        # A saved output keeps its graph, and other saved tensors do not. Second derivatives need
+        # the graph of the shares, so these are an output.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
