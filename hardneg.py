@@ -134,8 +134,8 @@ class Options(TypedDict, total=False):
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
         mean 1. With debiasing and several columns of positives it is called a second time, with the
         logits (a, M) of positives in place of those of candidates. Logits of what does not count
-        are −1e30. Blocks can call the function again in the backward pass, so it has to
-        give the same answer then, without random numbers.""",
+        are −1e30. Blocks can call the function again in the backward pass, so it has to give the
+        same answer then, without random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -175,8 +175,8 @@ class Options(TypedDict, total=False):
         str,
         "sqeuclidean",
         COSTS,
-        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. The cost of [2] is
-        e^{d² − κ}. To have its κ, multiply epsilon by e^κ.""",
+        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. [2] takes ½d²,
+        and e^{d² − κ} in VII-C. To have that κ, multiply epsilon by e^κ.""",
     ]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
@@ -268,12 +268,12 @@ def contrastive_loss(
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. This is the usual logQ correction of a softmax, which divides e^p by q⁺_i
-                    and e^s by q_j. `nce` stays the same if all terms are then multiplied by q⁺_i.
-                    That leaves e^p as it was, and multiplies e^s by q⁺_i / q_j.
-                    Here q_j is that of the sample that column j shows, and q⁺_i is that of the
-                    sample that is the positive of anchor i. With two views that is the anchor's own
-                    sample, so q⁺_i is q_i. With one view and labels, exactly one other sample must
-                    have the anchor's label, and q⁺_i is its q.
+                    and e^s by q_j. `nce` does not change if all terms are then multiplied by q⁺_i.
+                    After both steps e^p is as it was, and e^s is multiplied by q⁺_i / q_j.
+                    Here q_j is the probability of the sample in column j, and q⁺_i that of anchor
+                    i's positive. With two views the positive shows the anchor's own sample, so q⁺_i
+                    is q_i. With one view and labels, exactly one other sample must have the
+                    anchor's label.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -302,8 +302,8 @@ def contrastive_loss(
     pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it stores none,
     and each step computes them again, which takes A·N·D.
     torch.func.grad, jvp and hessian work without a group, and then there are no blocks.
-    torch.func.vmap over inputs does not work, as values are read. hessian uses vmap, but not over
-    inputs.
+    torch.func.vmap over inputs does not work, as values are read. hessian uses vmap inside, over
+    gradients, and works.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group
@@ -485,9 +485,9 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α down to such billionths. So an α that is meant as k / N still keeps k. For
-    # example α = 2/3 becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2.
-    # Rounded up, α would be 0.666666667. That gives 2.000000001, whose ceiling is 3.
+    # 8. int() rounds α down to such billionths. If α is meant as k / N, α · N is then at most k and
+    # above k − 1, so its ceiling is k. For example α = 2/3 becomes 0.666666666. With N = 3 that
+    # gives 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -838,7 +838,7 @@ class _Shared(NamedTuple):
     fields, as `labels` does.
         a field of    without `negatives`                with `negatives`
         `_Anchors`    its B entries, once for each view  its first B entries, once
-        `_Shared`     `gather` of that                   its last K entries
+        `_Shared`     `gather` of the field above        its last K entries
     Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
     to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
@@ -867,8 +867,9 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Rows that positive_index names are left out of these. With one view they are
-# positives already. With more views the other views are there in their place.
+# as positives, too. Rows that positive_index names are left out of these, so that no positive
+# counts twice. With one view they are positives by index. With more views they show the anchor's
+# own sample, for which the other views already stand.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -982,19 +983,19 @@ def who(anchors, shared, options):
     return pos, neg
 
 
-# To add a source of positives, give `_Shared` a flag, as the two sources in `who` have, and set it
-# in `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save
-# neg. A positive must not be a candidate as well, so mask it, as the next paragraph says. Nor may
-# it come from two sources, as it would count twice. `_check_call` refuses a single view without
+# There is no recipe for another source of candidates. They are the batch or the rows of
+# `negatives`. What `own` means follows from that. So do `plain`, `batch`, N, the labels of
+# candidates, and over ranks the columns of an anchor's own sample. To have both in one loss, pass
+# both as `negatives`. Name the rows of the anchor's own sample in positive_index. Then the first
+# view alone has anchors. For anchors of the other view, call the loss again.
+#
+# To add a source of positives, give `_Shared` a flag, as the two sources in `who` have. Set it in
+# `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save neg.
+# A positive must not be a candidate as well. So mask it, as the paragraph after this one says. Nor
+# may it come from two sources, as it would count twice. `_check_call` refuses a single view without
 # labels and positive_index. If your source can give such a view its positives, name it in `named`
 # there. Add a line to the table above `_line_up`. Then add the source to `_who_is_who` of
 # reference_numpy.py, and to DRAWN of TestContrastiveLoss.
-#
-# There is no recipe for another source of candidates. They are the batch, or they are the rows of
-# `negatives`, and much follows from that: what `own` means, `plain`, `batch`, N, the labels of
-# candidates, and over ranks the columns of an anchor's own sample. To have both in one loss, pass
-# both as `negatives`, and name the rows of the anchor's own sample in positive_index. Then the
-# first view alone has anchors. For anchors of the other view, call the loss again.
 #
 # What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
 # row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
@@ -1274,6 +1275,8 @@ def mine(
         for some, values, places in zip(*parts, strict=True):
             cosines = who(some, shared, options)[1]  # (a, N)
             if labels is not None:
+                # A query has the labels of its answers, which can be several. So `who` cannot mask
+                # them, as it takes one label for each anchor.
                 labels = torch.as_tensor(labels, device=device)
                 for column in some.own.unbind(1):  # (a,)
                     of_label = labels[column, None] == labels
@@ -1347,11 +1350,12 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
-    # If you add a term that is one number x, such as a penalty, add it to value here. Values are
-    # summed over ranks. So with "sum" divide an x that is equal on all ranks by their number. With
-    # "mean" add x · count, with this rank's count. Over ranks that sums to x times the count of all
-    # ranks, by which value is divided. `_over_ranks` takes care
-    # of the gradient. With "none" x has no place.
+    # If you add a term that is one number x, such as a penalty, add it to value here. Let x be the
+    # same on all ranks. With "sum" add x divided by the number of ranks, as values are summed over
+    # them. With "mean" add x · count, with this rank's count. Over ranks that sums to x times the
+    # count of all ranks, by which value is divided. If ranks have different x, you may want their
+    # sum or their mean. For these add x itself with "sum", and x · count with "mean". `_over_ranks`
+    # takes care of the gradient. With "none" x has no place.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
@@ -1538,8 +1542,9 @@ def _uncompiled(function, *arguments):
 #     no_grad. Otherwise make the gathered tensor a field of the `_Anchors` or the `_Shared` that
 #     `_evaluate` gets, or compute such a field from it. Then all ranks run the pass. The reason is
 #     that `_evaluate` lets each of these fields enter the loss, whatever a function of the user's
-#     has used. It does not get the `_Anchors` that `_couple` makes. This table has all calls that
-#     concern a loss. It leaves out checks, whose calls have no gradient.
+#     has used. It does not see the `_Anchors` that `_couple` makes. So the lines for `_couple` say
+#     why each call is safe. This table has all calls that concern a loss. It leaves out checks,
+#     whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1555,20 +1560,22 @@ def _uncompiled(function, *arguments):
 #     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
 #     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
 #     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add to the tests a variant in which the tensor has a gradient. If you forget it, TestGather
-#     fails, and shows the name of the field.
-# Losses over ranks may be compiled. TestGather compiles one. What communicates needs no
-# `_uncompiled`, unless it reads values, too. TestGather runs on CPUs alone. On a GPU the checks of
-# section 8 do not communicate, and all else communicates in the same way.
+#     Add to the tests a variant in which the tensor has a gradient. If you forget this variant,
+#     TestGather fails, and shows the name of the field. If you forget to gather, the variant
+#     fails.
+# Losses over ranks may be compiled. TestGather compiles one, so add to that what you gather. What
+# communicates needs no `_uncompiled`, unless it reads values, too. TestGather runs on CPUs alone.
+# On a GPU the checks of section 8 do not communicate. All else communicates in the same way.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
-# gradient have to be on one device. The rest of this paragraph says why, and you may skip it. The
-# backward passes of `gather` run in the reverse order of the calls. Let E be an early call, and L
-# a later one. A node of the graph is ready once it has all of its gradient. Of the nodes that are
-# ready, autograd runs the one that was made last. Call L, and all nodes between L and the loss, the
-# late nodes. All of them were made after E. A late node waits for nodes between it and the loss.
-# These are late, too. So until L has run, a late node is ready, and autograd runs it before E. The
-# same holds for a SyncBatchNorm in the encoder, which communicates, too. The backward passes of
-# blocks end at copies, so none of them communicates.
+# gradient have to be on one device. The reason is the order of a backward pass. A node of the graph
+# gets its gradient from nodes that were made after it. Of the nodes that have all of their
+# gradient, autograd runs the one that was made last. So on one device it runs all nodes in the
+# reverse order of their making. Each backward pass of `gather` has its place there. SyncBatchNorm
+# has one, too. DDP sends the gradient of a parameter after the node that used the parameter first.
+# So all of these come in one order on all ranks, even if one rank alone does without blocks.
+# TestGather checks the order of nodes. The backward passes of blocks end at copies, so none of them
+# communicates. Compiled code has an order of its own. It is the same on all ranks, as all compile
+# the same code.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1881,11 +1888,11 @@ def _check_negatives(negatives, views, options, labels, group):
         if labels is not None or "potential" in takes(options["weight_function"]):
             raise InvalidArgument(
                 "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
-                "weights must not be 'transported', which couples anchors by their candidates."
+                "weights must not couple anchors by their candidates, as 'transported' does."
             )
     elif group is not None and _may_read(negatives):
-        # This communicates, see the head of section 8. Rows in another order have the same sum, and
-        # pass, which we accept.
+        # This communicates, see the head of section 8. Rows with nearly the same sum pass, such as
+        # the same rows in another order. We accept that.
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
         if not torch.allclose(sums, sums[0], equal_nan=True):
             raise InvalidArgument(
@@ -2262,10 +2269,10 @@ def embed(
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
     images are (n, 3, H, W), on any device. They may also be an object with len(images), with
-    images.split(size), and, for a group, with images[index]. The last two give such tensors. A copy
-    of the encoder, without wrappers, runs in eval mode. The results have no gradient. With a group
-    all ranks pass the same images. Each rank embeds a share of them, and gets the embeddings of
-    all."""
+    images.split(m), which yields tensors (m, 3, H, W), and, for a group, with images[index]. That
+    has a split, too. A copy of the encoder, without wrappers, runs in eval mode. The results have
+    no gradient. With a group all ranks pass the same images. Each rank embeds a share of them, and
+    gets the embeddings of all."""
     if group is not None:
         n = len(images)
         outputs = embed(encoder, images[_share(n, group)], batch_size)
@@ -2544,6 +2551,8 @@ class Game(nn.Module):
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
 #     their gradients before the backward pass. After that pass it averages these gradients over
 #     ranks, and steps its optimizers, as DiffHard does.
+#   - Steps run under autocast, which keeps copies of weights. After a step of its own optimizers it
+#     calls torch.clear_autocast_cache() before it uses these weights again. `_descend` does so.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.

@@ -2238,6 +2238,25 @@ class TestGather:
         no_tensors = {"n", "positives_by_index", "positives_by_label", "batch", "plain"}
         assert others == no_tensors | {"own", "mask", "log_weights", "labels", "candidate_labels"}
 
+    @pytest.mark.parametrize("options", [{}, {"loss": "ot", "detach_weights": False}])
+    @pytest.mark.parametrize("size", [0, 4])
+    def test_a_backward_pass_runs_the_newest_node_first(self, size, options):
+        """So the nodes of `gather` come in one order on all ranks."""
+        x = embeddings(0, 2, 6, 4)
+        encoder = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double()
+        t = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+        z, other = encoder(x.flatten(0, 1)).chunk(2)
+        loss = contrastive_loss(z, other, temperature=t, block_size=size, **options)
+        found, new, ran = set(), {loss.grad_fn}, []
+        while new := new - found - {None}:
+            found |= new
+            new = {before for node in new for before, _ in node.next_functions}
+        for node in found:
+            if not hasattr(node, "variable"):
+                node.register_hook(lambda *_, place=node._sequence_nr(): ran.append(place))
+        loss.backward()
+        assert len(ran) > 8 and ran == sorted(ran, reverse=True)
+
     def test_a_group_of_one_refuses_what_it_cannot_do(self, tmp_path, monkeypatch):
         meeting = f"file://{tmp_path / 'meeting'}"
         torch.distributed.init_process_group("gloo", meeting, rank=0, world_size=1)
