@@ -2253,7 +2253,7 @@ class TestGather:
             new = {before for node in new for before, _ in node.next_functions}
         for node in found:
             if not hasattr(node, "variable"):
-                node.register_hook(lambda *_, place=node._sequence_nr(): ran.append(place))
+                node.register_hook(lambda *_, node=node: ran.append(node._sequence_nr()))
         loss.backward()
         assert len(ran) > 8 and ran == sorted(ran, reverse=True)
 
