@@ -267,13 +267,13 @@ def contrastive_loss(
                     estimates the sum over all rows.
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
-                    `nce`. This is the usual logQ correction of a softmax, which divides e^p by q⁺_i
-                    and e^s by q_j. `nce` does not change if all terms are then multiplied by q⁺_i.
-                    After both steps e^p is as it was, and e^s is multiplied by q⁺_i / q_j.
+                    `nce`. The usual logQ correction of a softmax divides e^p by q⁺_i and e^s by
+                    q_j. This option reaches e^s alone. But `nce` depends on the ratio of the two
+                    alone. So it is enough to multiply e^s by q⁺_i / q_j.
                     Here q_j is the probability of the sample in column j, and q⁺_i that of anchor
                     i's positive. With two views the positive shows the anchor's own sample, so q⁺_i
                     is q_i. With one view and labels, exactly one other sample must have the
-                    anchor's label.
+                    anchor's label, so that there is one positive.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -298,9 +298,9 @@ def contrastive_loss(
 
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D. `transported` adds 2·A·N for each step of Sinkhorn. It stores the costs of all
-    pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it stores none,
-    and each step computes them again, which takes A·N·D.
+    grows as A·N·D, and with `transported` also as A·N in each step of Sinkhorn. That stores the
+    costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
+    stores none, and each step computes them again, which takes A·N·D.
     torch.func.grad, jvp and hessian work without a group, and then there are no blocks.
     torch.func.vmap over inputs does not work, as values are read. hessian uses vmap inside, over
     gradients, and works.
@@ -420,7 +420,7 @@ MASKED, FAR = -1e30, -1e20
 #     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
 #                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
 #                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0,
-#                 too. In these two calls the parameter is the float 0.0, and not a tensor
+#                 too. A g of 0 is the float 0.0, and not a tensor
 #     t           the temperature. Take this, not the option `temperature`. A block works on its own
 #                 copy of a learned temperature, and t is that copy. A rule that takes the option
 #                 uses the original. Section 7 notices this, and computes all anchors in one go. The
@@ -480,7 +480,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
     The quantile is that of candidates (a, N). If none are given, it is that of the logits. Ties
     with it are kept.
-    alpha = k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
+    alpha is at least 1e-9, and k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
@@ -538,7 +538,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights= gets a block of anchors at a time. log_weights= takes a matrix.")
+        error.add_note("A function weights= sees some anchors at a time. log_weights= takes all.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -801,13 +801,13 @@ class _Anchors(NamedTuple):
     to VARIANTS of the tests, so that TestGather compares it.
     The field `own` has four sources. The table says of each source what the rows of `own` are like,
     and which value `plain` in `_Shared` has.
-        source               no entry twice   −1 occurs   entries are positives   `plain`
+        source               all differ       −1 occurs   entries are positives   `plain`
         batch                yes              no          no                      True or False
         negatives, no index  rows are empty   no          no                      True or False
-        positive_index       yes              yes         yes, if V is 1          False
+        positive_index       yes, but for −1  yes         yes, if V is 1          False
         `mine`               not ensured      yes         yes                     False
-    `_each_once` ensures that positive_index has no entry twice but −1. Otherwise the entry would be
-    a positive twice. In `mine` it does no harm, as that takes only the largest of the positives.
+    For positive_index `_each_once` makes all entries differ. Otherwise an entry could be a positive
+    twice. In `mine` it does no harm, as that takes only the largest of the positives.
     A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
     minus the width of `own` for N_i."""
 
@@ -868,8 +868,8 @@ class _Shared(NamedTuple):
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
 # as positives, too. Rows that positive_index names are left out of these, so that no positive
-# counts twice. With one view they are positives by index. With more views they show the anchor's
-# own sample, for which the other views already stand.
+# counts twice. With one view they are positives by index. With more views these rows show the
+# anchor's own sample, whose positives are the other views.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -933,8 +933,9 @@ def _line_up(options, views, given):
     # So whatever else masks is named here, see the table above `_mask_`.
     plain = mask is None and labels is None and positive_index is None
     plain = plain and b > 1 and not _has_margin(options)
-    # A single view needs labels or positive_index, and both make `plain` False. So views[1] exists.
     is_shared = plain and not in_batch and of_each is None
+    # views[1] exists here. A single view needs labels or positive_index, and either makes `plain`
+    # False.
     if is_shared and _may_read(z) and (negatives == views[1][0]).all(-1).any():
         _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
     known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
@@ -984,10 +985,11 @@ def who(anchors, shared, options):
 
 
 # There is no recipe for another source of candidates. They are the batch or the rows of
-# `negatives`. What `own` means follows from that. So do `plain`, `batch`, N, the labels of
-# candidates, and over ranks the columns of an anchor's own sample. To have both in one loss, pass
-# both as `negatives`. Name the rows of the anchor's own sample in positive_index. Then the first
-# view alone has anchors. For anchors of the other view, call the loss again.
+# `negatives`, and much depends on which. It decides what `own`, `plain`, `batch` and N are. It also
+# decides where labels of candidates come from, and which columns show an anchor's own sample. To
+# have both in one loss, pass both as `negatives`. Name the rows of the anchor's own sample in
+# positive_index. Then the first view alone has anchors. For anchors of the other view, call the
+# loss again.
 #
 # To add a source of positives, give `_Shared` a flag, as the two sources in `who` have. Set it in
 # `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save neg.
@@ -1164,8 +1166,8 @@ def _zero_if_masked(x):
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows in the same blocks. So they have
     the same error, and stop at the same step. If rounding differed, their g would differ a little,
-    but no rank would wait for another. On a GPU the error is read only in
-    every eighth step and in the last one, since the host waits for it."""
+    but no rank would wait. On a GPU the error is read only in every eighth step and in the last
+    one, since the host waits for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -1350,16 +1352,13 @@ def _evaluate(anchors, shared, group, options):
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
     # with a positive.
     value, count = value.sum(), n_anchors - lacking[0]
-    # If you add a term that is one number x, such as a penalty, add it to value here. Let x be the
-    # same on all ranks. With "sum" add x divided by the number of ranks, as values are summed over
-    # them. With "mean" add x · count, with this rank's count. Over ranks that sums to x times the
-    # count of all ranks, by which value is divided. If ranks have different x, you may want their
-    # sum or their mean. For these add x itself with "sum", and x · count with "mean". `_over_ranks`
-    # takes care of the gradient. With "none" x has no place.
     if group is not None:
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
         value = value / (count + (count == 0))  # 0 if no anchor has a positive
+    # If you add a term that is one number x, such as a penalty, add it to value here. With a group
+    # of R ranks add `_over_ranks(x, 0, group)[0] / R` instead. It is the mean of x over ranks, and
+    # has its gradient.
     return value
 
 
@@ -1423,9 +1422,9 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     If a function of the user's learns something, its gradient would be missing here. Then the
     result is None. There are four situations:
         reduction      pass                grad_losses      grad mode in the loop   what is used
-        any            forward, no_grad    None             off                     losses
+        any            forward, no_grad    None             off                     losses, lacking
         mean or sum    forward             ones             on                      all
-        "none"         forward             None             on                      losses
+        "none"         forward             None             on                      losses, lacking
         "none"         backward            from autograd    on                      gradients"""
     # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
     losses, lacking = torch.empty_like(anchors.scaled[:, 0]), [0, 0, 0]
@@ -1535,16 +1534,14 @@ def _uncompiled(function, *arguments):
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
-#   - In the backward pass of a loss `gather` alone communicates. The encoder may communicate, too,
-#     by DDP or SyncBatchNorm. DDP needs that all ranks use the same parameters, those of a user's
-#     function, too. Each call of `gather` has a backward pass of its own. All ranks must run that
-#     pass, or none. No rank runs it if the gathered tensor has no gradient, or is used under
-#     no_grad. Otherwise make the gathered tensor a field of the `_Anchors` or the `_Shared` that
-#     `_evaluate` gets, or compute such a field from it. Then all ranks run the pass. The reason is
-#     that `_evaluate` lets each of these fields enter the loss, whatever a function of the user's
-#     has used. It does not see the `_Anchors` that `_couple` makes. So the lines for `_couple` say
-#     why each call is safe. This table has all calls that concern a loss. It leaves out checks,
-#     whose calls have no gradient.
+#   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
+#     backward pass of its own, which all ranks must run, or none. You have two ways. No rank runs
+#     it if the gathered tensor has no gradient, or is used under no_grad alone. All ranks run it if
+#     the gathered tensor is, or leads to, a field of the `_Anchors` or the `_Shared` that
+#     `_evaluate` gets. The reason is that `_evaluate` lets each of these fields enter the loss.
+#     What a function of the user's has used does not matter. The calls in `_couple` need reasons of
+#     their own, as `_evaluate` does not see the `_Anchors` that `_couple` makes. This table has all
+#     calls that concern a loss. It leaves out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1568,14 +1565,15 @@ def _uncompiled(function, *arguments):
 # On a GPU the checks of section 8 do not communicate. All else communicates in the same way.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
 # gradient have to be on one device. The reason is the order of a backward pass. A node of the graph
-# gets its gradient from nodes that were made after it. Of the nodes that have all of their
-# gradient, autograd runs the one that was made last. So on one device it runs all nodes in the
-# reverse order of their making. Each backward pass of `gather` has its place there. SyncBatchNorm
-# has one, too. DDP sends the gradient of a parameter after the node that used the parameter first.
-# So all of these come in one order on all ranks, even if one rank alone does without blocks.
-# TestGather checks the order of nodes. The backward passes of blocks end at copies, so none of them
-# communicates. Compiled code has an order of its own. It is the same on all ranks, as all compile
-# the same code.
+# is ready when all nodes that use its output have run. These were made after it. Of the nodes that
+# are ready, autograd runs the one that was made last. So on one device it runs all nodes in the
+# reverse order of their making. Each backward pass of `gather` has its place there. The encoder may
+# communicate, too. SyncBatchNorm is a node with a place. DDP sends the gradient of a parameter once
+# it is complete. That is after the first node that was made of the parameter. So all of these come
+# in one order on all ranks, even if one rank alone gives up blocks. But DDP needs that all ranks
+# use the same parameters. Those of a user's function count, too. TestGather checks the order of
+# nodes. The backward passes of blocks end at copies, so none of them communicates. Compiled code
+# has an order of its own. It is the same on all ranks, as all compile the same code.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1703,8 +1701,9 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # A saved output keeps its graph, and other saved tensors do not. Second derivatives need
-        # the graph of the shares, so these are an output.
+        # In the backward pass a saved output has its graph, and other saved tensors are constants.
+        # Second derivatives need the graph of the shares. So these are an output, though nobody
+        # uses it.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -2269,10 +2268,10 @@ def embed(
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
     images are (n, 3, H, W), on any device. They may also be an object with len(images), with
-    images.split(m), which yields tensors (m, 3, H, W), and, for a group, with images[index]. That
-    has a split, too. A copy of the encoder, without wrappers, runs in eval mode. The results have
-    no gradient. With a group all ranks pass the same images. Each rank embeds a share of them, and
-    gets the embeddings of all."""
+    images.split(m), which yields tensors (m, 3, H, W). For a group it needs images[index], whose
+    result has a split, too. A copy of the encoder, without wrappers, runs in eval mode. The results
+    have no gradient. With a group all ranks pass the same images. Each rank embeds a share of them,
+    and gets the embeddings of all."""
     if group is not None:
         n = len(images)
         outputs = embed(encoder, images[_share(n, group)], batch_size)
@@ -2551,8 +2550,9 @@ class Game(nn.Module):
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
 #     their gradients before the backward pass. After that pass it averages these gradients over
 #     ranks, and steps its optimizers, as DiffHard does.
-#   - Steps run under autocast, which keeps copies of weights. After a step of its own optimizers it
-#     calls torch.clear_autocast_cache() before it uses these weights again. `_descend` does so.
+#   - Steps run under autocast, which keeps copies of the weights that a forward pass has used.
+#     `_descend` drops these copies. If it steps an optimizer in another way, no forward pass of
+#     these weights may lie between the last `_descend` and that step, as in DiffHard.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
