@@ -268,8 +268,8 @@ def contrastive_loss(
                     2. There are no `negatives`, and the samples of the batch were drawn, sample j
                     with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
                     `nce`. The usual logQ correction of a softmax divides e^p by q⁺_i and e^s by
-                    q_j. This option reaches e^s alone. But `nce` depends on the ratio of the two
-                    alone. So it is enough to multiply e^s by q⁺_i / q_j.
+                    q_j. log_weights can change e^s, but not e^p. That is enough, as `nce` depends
+                    only on the ratios e^s / e^p. So they multiply e^s by q⁺_i / q_j.
                     Here q_j is the probability of the sample in column j, and q⁺_i that of anchor
                     i's positive. With two views the positive shows the anchor's own sample, so q⁺_i
                     is q_i. With one view and labels, exactly one other sample must have the
@@ -306,7 +306,7 @@ def contrastive_loss(
     gradients, and works.
     Ref: PRESETS"""
     options = resolve(options)
-    given = negatives, positive_index, labels, negative_mask, log_weights, group
+    given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
     _check_call(options, views, given)
     with _autocast_off(views[0].device.type):
         anchors, shared = _line_up(options, views, given)
@@ -453,7 +453,8 @@ MASKED, FAR = -1e30, -1e20
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    Masked logits get −1e30. So you can add this to log weights, to mask where logits are masked."""
+    Masked logits keep their −1e30. So you can add this to log weights, to mask where logits are
+    masked."""
     # hardshrink(x) is 0 if |x| ≤ 1e20, and else x. It is several times as fast as a boolean mask.
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
@@ -484,10 +485,10 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
-    # α is counted in whole billionths, as 0.07 · 100 in floats exceeds 7, and its ceiling would be
-    # 8. int() rounds α down to such billionths. If α is meant as k / N, α · N is then at most k and
-    # above k − 1, so its ceiling is k. For example α = 2/3 becomes 0.666666666. With N = 3 that
-    # gives 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
+    # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
+    # billionths. int() rounds α down to them. For α = k / N that takes less than 1 from α · N, so
+    # the ceiling is still k. For example 2/3 becomes 0.666666666. With N = 3 that gives
+    # 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -538,7 +539,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("A function weights= sees some anchors at a time. log_weights= takes all.")
+        error.add_note("weights= gets some anchors at a time. For a matrix of all use log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -799,21 +800,21 @@ class _Anchors(NamedTuple):
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
     ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
     to VARIANTS of the tests, so that TestGather compares it.
-    The field `own` has four sources. The table says of each source what the rows of `own` are like,
-    and which value `plain` in `_Shared` has.
-        source               all differ       −1 occurs   entries are positives   `plain`
-        batch                yes              no          no                      True or False
-        negatives, no index  rows are empty   no          no                      True or False
-        positive_index       yes, but for −1  yes         yes, if V is 1          False
-        `mine`               not ensured      yes         yes                     False
-    For positive_index `_each_once` makes all entries differ. Otherwise an entry could be a positive
-    twice. In `mine` it does no harm, as that takes only the largest of the positives.
+    The field `own` has four sources. The table says of each source what the entries of a row of
+    `own` are like, and which value `plain` in `_Shared` has.
+        source               they differ      −1 occurs   they are positives   `plain`
+        batch                yes              no          no                   True or False
+        negatives, no index  there are none   no          no                   True or False
+        positive_index       yes, but for −1  yes         yes, if V is 1       False
+        `mine`               not ensured      yes         yes                  False
+    For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
+    In `mine` it does no harm, as that takes only the largest of the positives.
     A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
     minus the width of `own` for N_i."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
-    pos: Tensor  # (A, V − 1), logits of the positives in other views, or (A, 0). `who` appends
-    #              those by label, and puts those by index in place of (A, 0). No entry here may be
+    pos: Tensor  # (A, V − 1), logits of the positives in other views. `who` appends
+    #              those by label. If V is 1, it puts those by index here. No entry may be
     #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
@@ -837,7 +838,7 @@ class _Shared(NamedTuple):
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
     fields, as `labels` does.
         a field of    without `negatives`                with `negatives`
-        `_Anchors`    its B entries, once for each view  its first B entries, once
+        `_Anchors`    its B entries, once for each view  its first B entries, for the first view
         `_Shared`     `gather` of the field above        its last K entries
     Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
     to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
@@ -867,9 +868,9 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Rows that positive_index names are left out of these, so that no positive
-# counts twice. With one view they are positives by index. With more views these rows show the
-# anchor's own sample, whose positives are the other views.
+# as positives, too. Rows of the label that positive_index names are left out. With one view they
+# are positives already. With more views they show the anchor's own sample, whose positives are the
+# other views.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1099,8 +1100,9 @@ def sinkhorn(
     max_steps: int = 2000,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    log_kernel is a function. Each step calls it, and it returns the blocks of rows of −C/ε (A, N),
-    as a list, say. An entry is MASKED where i and j must not be coupled. → f (A,), g (N,), error.
+    log_kernel is a function that each step calls. It returns −C/ε (A, N), cut into blocks of rows
+    (a, N), as a list, say. Entries that must not be coupled are −1e30. The results are f (A,),
+    g (N,) and the error.
     If the kernel has a gradient, each step keeps 2·A·N numbers in memory.
 
     Rows and columns whose entries are all masked get no share of P, and do not count in A and N.
@@ -1306,7 +1308,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
     if _may_read(log_w):
         if log_w.isnan().any():
             raise NotFinite("log_w has NaN.")
-        fewest = (log_w > FAR).sum(-1).amin().item()
+        fewest = (log_w > FAR).sum(-1).amin()
         if k > fewest:
             raise InvalidArgument(f"k is {k}, but a row of log_w has {fewest} above −1e20.")
     # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
@@ -1535,13 +1537,13 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
-#     backward pass of its own, which all ranks must run, or none. You have two ways. No rank runs
-#     it if the gathered tensor has no gradient, or is used under no_grad alone. All ranks run it if
-#     the gathered tensor is, or leads to, a field of the `_Anchors` or the `_Shared` that
-#     `_evaluate` gets. The reason is that `_evaluate` lets each of these fields enter the loss.
-#     What a function of the user's has used does not matter. The calls in `_couple` need reasons of
-#     their own, as `_evaluate` does not see the `_Anchors` that `_couple` makes. This table has all
-#     calls that concern a loss. It leaves out checks, whose calls have no gradient.
+#     backward pass of its own, which all ranks must run, or none. There are two ways to ensure
+#     that. For none, gather a tensor without a gradient, or use the result under no_grad alone. For
+#     all, make the result a field of the `_Anchors` or the `_Shared` that `_evaluate` gets, or
+#     compute such a field from it. `_evaluate` lets each of these fields enter the loss. What a
+#     function of the user's has used does not matter. The calls in `_couple` need reasons of their
+#     own, as `_evaluate` does not see the `_Anchors` that `_couple` makes. This table has all calls
+#     that concern a loss. It leaves out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1564,16 +1566,17 @@ def _uncompiled(function, *arguments):
 # communicates needs no `_uncompiled`, unless it reads values, too. TestGather runs on CPUs alone.
 # On a GPU the checks of section 8 do not communicate. All else communicates in the same way.
 # You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
-# gradient have to be on one device. The reason is the order of a backward pass. A node of the graph
-# is ready when all nodes that use its output have run. These were made after it. Of the nodes that
-# are ready, autograd runs the one that was made last. So on one device it runs all nodes in the
-# reverse order of their making. Each backward pass of `gather` has its place there. The encoder may
-# communicate, too. SyncBatchNorm is a node with a place. DDP sends the gradient of a parameter once
-# it is complete. That is after the first node that was made of the parameter. So all of these come
-# in one order on all ranks, even if one rank alone gives up blocks. But DDP needs that all ranks
-# use the same parameters. Those of a user's function count, too. TestGather checks the order of
-# nodes. The backward passes of blocks end at copies, so none of them communicates. Compiled code
-# has an order of its own. It is the same on all ranks, as all compile the same code.
+# gradient have to be on one device. The reason is that on one device the backward pass is the
+# forward pass in reverse. In detail, each operation of the forward pass makes a node. A node can
+# run once the nodes of all operations that used its result have run. These operations came later.
+# Of the nodes that can run, autograd takes the one that was made last. So each backward pass of
+# `gather` has its place, which is the same on all ranks. The encoder may communicate, too. A
+# SyncBatchNorm is an operation like others. DDP sends the gradient of a parameter once it is
+# complete. That is when the backward pass reaches the first operation that used the parameter. All
+# this holds even if one rank alone gives up blocks. But DDP needs that all ranks use the same
+# parameters. Those of a user's function count, too. TestGather checks the order of nodes. The
+# backward passes of blocks end at copies, so none of them communicates. Compiled code has an order
+# of its own. It is the same on all ranks, as all compile the same code.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1650,11 +1653,11 @@ def _share(n, group):
 # alone is an exception, see `_stops`. TestLargeBatches compiles losses, TestReadyForAGPU counts
 # what the host reads, and TestInvalidArguments has the errors. With ranks, a check that fails on
 # one rank alone leaves the others waiting in their next `gather`. They wait until the launcher ends
-# them. For most arguments we accept that. Two checks compare what is likely to differ between
-# ranks. First `_check_ranks` compares the number and the shape of the views, and NaN in them. Then
-# `_check_negatives` compares rows (K, D) that all ranks have to share. A check that communicates
-# must run on all ranks. So it may depend on the device and on which arguments are given, but not on
-# values.
+# them. For most arguments we accept that. Two checks look for what is likely to differ between
+# ranks. First `_check_ranks` compares the number and the shape of the views, and looks for NaN and
+# inf. Then `_check_negatives` compares rows (K, D) that all ranks have to share. A check that
+# communicates must run on all ranks. So it may depend on the device and on which arguments are
+# given, but not on values.
 
 
 def unit(x: Tensor) -> Tensor:
@@ -1701,9 +1704,9 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # In the backward pass a saved output has its graph, and other saved tensors are constants.
-        # Second derivatives need the graph of the shares. So these are an output, though nobody
-        # uses it.
+        # Second derivatives need a gradient of the shares. In the backward pass a saved output has
+        # one, and a saved intermediate result has none. So the shares are returned, though no
+        # caller uses them.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -1745,8 +1748,8 @@ def _warn(message):
 
 # Allocate 31 MiB, and free them at once. From then on glibc keeps freed memory up to that size, and
 # uses it again. Otherwise it would return the matrix of each block to the operating system. Large
-# losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. So the line
-# does nothing if float64 is torch's default dtype. No result depends on it.
+# losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. If float64
+# is torch's default dtype, it would be 62 MiB, so the line does nothing. No result depends on it.
 torch.empty(31 * 2**18, device="cpu")
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
@@ -1865,7 +1868,7 @@ def _check_call(options, views, given):
 
 
 def _check_ranks(views, group):
-    """Compare shapes over ranks, and look for NaN. If shapes differ, a rank would wait forever."""
+    """Compare shapes over ranks, and look for NaN and inf. With unlike shapes ranks would wait."""
     here = [len(views), *views[0].shape]
     finite = all(view.isfinite().all() for view in views)
     everywhere = gather(torch.tensor([here + [finite]]), group).tolist()
@@ -2236,8 +2239,7 @@ def _average(tensors, group):
 
 def _running(network):
     """List the running statistics of BatchNorm."""
-    ends = "running_mean", "running_var"
-    return [x for name, x in network.named_buffers() if name.endswith(ends)]
+    return [x for name, x in network.named_buffers() if name.endswith(("_mean", "_var"))]
 
 
 def _gradients(optimizer):
@@ -2267,11 +2269,11 @@ def embed(
     group: distributed.ProcessGroup | None = None,
 ) -> tuple:
     """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images are (n, 3, H, W), on any device. They may also be an object with len(images), with
-    images.split(m), which yields tensors (m, 3, H, W). For a group it needs images[index], whose
-    result has a split, too. A copy of the encoder, without wrappers, runs in eval mode. The results
-    have no gradient. With a group all ranks pass the same images. Each rank embeds a share of them,
-    and gets the embeddings of all."""
+    images are (n, 3, H, W), on any device. Any object will do that has len(images), and
+    images.split(m), which yields tensors (m, 3, H, W). With a group it also needs images[index],
+    which returns such an object. A copy of the encoder, without wrappers, runs in eval mode. The
+    results have no gradient. With a group all ranks pass the same images. Each rank embeds a share
+    of them, and gets the embeddings of all."""
     if group is not None:
         n = len(images)
         outputs = embed(encoder, images[_share(n, group)], batch_size)
@@ -2550,14 +2552,16 @@ class Game(nn.Module):
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
 #     their gradients before the backward pass. After that pass it averages these gradients over
 #     ranks, and steps its optimizers, as DiffHard does.
-#   - Steps run under autocast, which keeps copies of the weights that a forward pass has used.
-#     `_descend` drops these copies. If it steps an optimizer in another way, no forward pass of
-#     these weights may lie between the last `_descend` and that step, as in DiffHard.
+#   - In bfloat16 a forward pass keeps 16-bit copies of the weights that it used. After a step of an
+#     optimizer they are out of date, and later passes would still use them. So after such a step
+#     call torch.clear_autocast_cache(). `_descend` does so, too.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
 #   - Whatever it changes ends up equal on all ranks. The loop sees to that only for the gradients
-#     of its own optimizer, and for BatchNorm.
+#     of its own optimizer, and for BatchNorm. Spectral norms follow from the weights.
+# To test a method of this file, add it to METHODS in test_hardneg.py, and to METHODS in
+# training/test_training.py, which the tests over ranks use, too.
 # If you change the order in which a step draws numbers, a seed gives another run. TestTraining
 # checks that a resumed run is the same to the last bit. training/test_ranks.py checks that a run
 # over ranks is the same up to rounding.
@@ -2569,7 +2573,8 @@ class SimCLR(nn.Module):
 
     group = None  # of ranks that share each batch, set by `Training`
     pretrain = 0  # how many epochs the method trains alone before the encoder begins
-    scheduled = []  # optimizers of the method whose learning rates follow the recipe
+    scheduled = []  # optimizers of the method whose learning rates follow the recipe. While the
+    #                 method trains alone, they have the rate of the recipe's first step
 
     def __init__(self, criterion: nn.Module, view_options: dict | None = None):
         super().__init__()
@@ -2677,10 +2682,10 @@ class DiffHard(SimCLR):
         game.taken += 1
         # Step 1. A batch has real images and about as many generated ones, each in two views.
         with torch.set_grad_enabled(ascends):
-            generated, latent = game.sample(len(images), generator)  # Eq. 6
+            generated, pair = game.sample(len(images), generator)  # Eq. 6
         batch = torch.cat([generated, real])  # (about 2B, 3, H, W)
-        alone = len(latent) + torch.arange(len(images), device=latent.device)
-        labels = torch.cat([latent, alone])  # a generated pair shares one
+        alone = len(pair) + torch.arange(len(images), device=pair.device)
+        labels = torch.cat([pair, alone])  # a generated pair shares one
         if self.group is not None:  # other ranks have other pairs
             labels = labels + len(labels) * distributed.get_rank(self.group)
         options["labels"] = labels
@@ -2702,6 +2707,7 @@ class DiffHard(SimCLR):
             # backward pass R times the loss of this rank, so the mean is that of the whole batch.
             _average(_gradients(ascent), self.group)
             ascent.step()  # Eq. 4
+            torch.clear_autocast_cache()
         self.game.follow()  # Eq. 7
         return self.game.imitate(real, generator, read, self.group)  # Eq. 5
 
@@ -2709,7 +2715,7 @@ class DiffHard(SimCLR):
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
     time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
-    samples. The samples are split evenly. BatchNorm cannot train on one sample. So if micro_batch
+    samples. The samples are split evenly. BatchNorm may refuse one sample. So if micro_batch
     is 2 or more, every part has at least two, unless the whole batch is one sample. With 2 an odd
     batch has one part of three samples. With 1 every part is one sample, which suits encoders
     without BatchNorm.
@@ -2779,7 +2785,9 @@ RECIPES = {
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
     "adam": {"epochs": 400, "batch_size": 256, "lr": 1e-3, "weight_decay": 1e-6},
 }
-OPTIMIZERS = {  # the second entry multiplies lr at a progress in [0, 1)
+# The first entry is called with groups of parameters, lr and fused=. The second one multiplies lr
+# at a progress in [0, 1).
+OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
     "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
     "adam": (torch.optim.Adam, lambda progress, step: 1.0),  # [1] App. C, [2] VII-A
@@ -2814,10 +2822,11 @@ class Training:
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
-    Each step yields a dict of "epoch", "step", "steps", "loss", the number of "images", and the
-    scheduled options. Every tenth of an epoch it has the statistics of the loss, too. Epochs below
-    0 are the pre-training of the method, and have no "loss" and no scheduled options. A loss that
-    is not finite raises FloatingPointError, but on a GPU only in steps with statistics."""
+    Each step yields a dict of "epoch", "step", "steps", "loss", the number of "images", the
+    scheduled options, and figures of the method. Every tenth of an epoch it has the statistics of
+    the loss, too. Epochs below 0 are the pre-training of the method, and have no "loss" and no
+    scheduled options. A loss that is not finite raises FloatingPointError, but on a GPU only in
+    steps with statistics."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state
 
@@ -2861,7 +2870,7 @@ class Training:
         self.images, self.schedules = images, schedules or {}
         self.micro_batch, self.seed = micro_batch, seed
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
-        least = 2 * self.ranks  # BatchNorm needs two images on each rank
+        least = 2 * self.ranks  # BatchNorm may refuse one image on a rank
         _check_number("len(images)", len(images), least)
         _check_number("epochs", self.recipe["epochs"], 1)
         _check_number("batch_size", self.recipe["batch_size"], least)
