@@ -539,7 +539,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights= gets some anchors at a time. For a matrix of all use log_weights=.")
+        error.add_note("weights= gets some anchors at a time. For a matrix use log_weights=.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
