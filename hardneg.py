@@ -120,11 +120,11 @@ class Options(TypedDict, total=False):
     """The options of a loss. A loss ignores the options that it does not use."""
 
     # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
-    # What is allowed are the names of a table, the values of a tuple, or a range [low, high]. If
-    # high is an int, the numbers have to be whole. The name must not be one of the parameters that
-    # sections 2 and 3 list, nor one of the four names that `resolve` puts beside the options. An
-    # entry can name a table that comes later in this file, such as WEIGHTS. Python keeps entries as
-    # text, and section 8 evaluates them.
+    # What is allowed are the names of a table, a tuple of strings or of bools, or a range
+    # [low, high]. If high is an int, the numbers have to be whole. The name must not be one of the
+    # parameters that sections 2 and 3 list, nor one of the four names that `resolve` puts beside
+    # the options. An entry can name a table that comes later in this file, such as WEIGHTS. Python
+    # keeps entries as text, and section 8 evaluates them.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -265,15 +265,14 @@ def contrastive_loss(
                     1. K rows of `negatives` were drawn with replacement, row j with the probability
                     q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
                     estimates the sum over all rows.
-                    2. There are no `negatives`, and the samples of the batch were drawn, sample j
-                    with the probability q_j in each draw. Pass log q⁺_i − log q_j (A, N), with
-                    `nce`. The usual logQ correction of a softmax divides e^p by q⁺_i and e^s by
-                    q_j. log_weights can change e^s, but not e^p. That is enough, as `nce` depends
-                    only on the ratios e^s / e^p. So they multiply e^s by q⁺_i / q_j.
-                    Here q_j is the probability of the sample in column j, and q⁺_i that of anchor
-                    i's positive. With two views the positive shows the anchor's own sample, so q⁺_i
-                    is q_i. With one view and labels, exactly one other sample must have the
-                    anchor's label, so that there is one positive.
+                    2. There are no `negatives`, and the samples of the batch were drawn with
+                    unequal probabilities. Let q_j be that of the sample in column j, and q⁺_i that
+                    of anchor i's positive. With two views the positive shows the anchor's own
+                    sample, so q⁺_i is q_i. With one view and labels, exactly one other sample must
+                    have the anchor's label, so that there is one positive. Pass
+                    log q⁺_i − log q_j (A, N), with `nce`. The usual logQ correction of a softmax
+                    divides e^p by q⁺_i and e^s by q_j. log_weights can change e^s, but not e^p.
+                    That is enough, as `nce` depends only on the ratios e^s / e^p.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -298,12 +297,11 @@ def contrastive_loss(
 
     Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
     On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D, and with `transported` also as A·N in each step of Sinkhorn. That stores the
+    grows as A·N·D, and with `transported` also as A·N in each step of Sinkhorn. Sinkhorn stores the
     costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
-    stores none, and each step computes them again, which takes A·N·D.
-    torch.func.grad, jvp and hessian work without a group, and then there are no blocks.
-    torch.func.vmap over inputs does not work, as values are read. hessian uses vmap inside, over
-    gradients, and works.
+    computes them again in each step, which takes A·N·D.
+    Of torch.func, grad, jvp and hessian work without a group, and then there are no blocks. But
+    vmap over inputs does not work, as values are read. A hessian uses vmap over gradients alone.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
@@ -486,8 +484,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
-    # billionths. int() rounds α down to them. For α = k / N that takes less than 1 from α · N, so
-    # the ceiling is still k. For example 2/3 becomes 0.666666666. With N = 3 that gives
+    # billionths. int() rounds α down to them, which takes less than N / 1e9 from α · N. So for
+    # α = k / N the ceiling is still k. For example 2/3 becomes 0.666666666. With N = 3 that gives
     # 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
@@ -560,7 +558,7 @@ WEIGHTS = {
 
 
 def by_rule(logits, candidates, potential, t, options):
-    """Weigh logits (a, any number) of anchors with these candidates (a, N) by the chosen rule."""
+    """Weigh logits (a, any number) by the chosen rule. The anchors have these candidates (a, N)."""
     given = {"logits": logits, "candidates": candidates, "potential": potential, "t": t}
     log_w = _fill_in(options["weight_function"], options | given)
     if options["detach_weights"]:
@@ -627,7 +625,7 @@ def _fill_in(function, given):
 #     there would reach the embeddings, see `_mask_`. An anchor without negatives needs care, as its
 #     row is all masked. Its gradient with respect to neg, log_w and log_negatives has to be 0.
 #     `nce`, `each` and `ppcl` see to that by a softplus, `decoupled` by a masked_fill, and `simple`
-#     and `triplet` by that of `_mean`.
+#     and `triplet` by the masked_fill of `_mean`.
 #   - Values and gradients are finite without negatives, without positives, and for cosines from −1
 #     to 1, and 1e-6 beyond because of rounding.
 # To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
@@ -802,11 +800,11 @@ class _Anchors(NamedTuple):
     to VARIANTS of the tests, so that TestGather compares it.
     The field `own` has four sources. The table says of each source what the entries of a row of
     `own` are like, and which value `plain` in `_Shared` has.
-        source               they differ      −1 occurs   they are positives   `plain`
-        batch                yes              no          no                   True or False
-        negatives, no index  there are none   no          no                   True or False
-        positive_index       yes, but for −1  yes         yes, if V is 1       False
-        `mine`               not ensured      yes         yes                  False
+        source               entries differ   −1 occurs   entries are positives   `plain`
+        batch                yes              no          no                      True or False
+        negatives, no index  there are none   no          no                      True or False
+        positive_index       yes, except −1   yes         yes, if V is 1          False
+        `mine`               not ensured      yes         yes                     False
     For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
     In `mine` it does no harm, as that takes only the largest of the positives.
     A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
@@ -839,7 +837,7 @@ class _Shared(NamedTuple):
     fields, as `labels` does.
         a field of    without `negatives`                with `negatives`
         `_Anchors`    its B entries, once for each view  its first B entries, for the first view
-        `_Shared`     `gather` of the field above        its last K entries
+        `_Shared`     `gather` of the one in `_Anchors`  its last K entries
     Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
     to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
 
@@ -868,9 +866,9 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Rows of the label that positive_index names are left out. With one view they
-# are positives already. With more views they show the anchor's own sample, whose positives are the
-# other views.
+# as positives, too. Of these rows, those that positive_index names are not added. With one view
+# they are positives already. With more views they show the anchor's own sample, whose positives are
+# the other views.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -985,9 +983,9 @@ def who(anchors, shared, options):
     return pos, neg
 
 
-# There is no recipe for another source of candidates. They are the batch or the rows of
-# `negatives`, and much depends on which. It decides what `own`, `plain`, `batch` and N are. It also
-# decides where labels of candidates come from, and which columns show an anchor's own sample. To
+# There is no recipe for another source of candidates. Candidates are either the batch or the rows
+# of `negatives`. This choice decides what `own`, `plain`, `batch` and N are. It also decides where
+# labels of candidates come from, and which columns show an anchor's own sample. To
 # have both in one loss, pass both as `negatives`. Name the rows of the anchor's own sample in
 # positive_index. Then the first view alone has anchors. For anchors of the other view, call the
 # loss again.
@@ -1167,9 +1165,9 @@ def _zero_if_masked(x):
 
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows in the same blocks. So they have
-    the same error, and stop at the same step. If rounding differed, their g would differ a little,
-    but no rank would wait. On a GPU the error is read only in every eighth step and in the last
-    one, since the host waits for it."""
+    the same error, and stop at the same step. If rounding differed, their g would differ a little.
+    No rank would wait, as the loop does not communicate. On a GPU the error is read only in every
+    eighth step and in the last one, since the host waits for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -1538,12 +1536,13 @@ def _uncompiled(function, *arguments):
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
 #     backward pass of its own, which all ranks must run, or none. There are two ways to ensure
-#     that. For none, gather a tensor without a gradient, or use the result under no_grad alone. For
-#     all, make the result a field of the `_Anchors` or the `_Shared` that `_evaluate` gets, or
-#     compute such a field from it. `_evaluate` lets each of these fields enter the loss. What a
-#     function of the user's has used does not matter. The calls in `_couple` need reasons of their
-#     own, as `_evaluate` does not see the `_Anchors` that `_couple` makes. This table has all calls
-#     that concern a loss. It leaves out checks, whose calls have no gradient.
+#     that. If no rank is to run it, gather a tensor without a gradient, or use the result under
+#     no_grad alone. If all ranks are to run it, make the result a field of the `_Anchors` or the
+#     `_Shared` that `_evaluate` gets, or compute such a field from it. `_evaluate` adds 0 times
+#     each of these fields to the loss. So it runs on every rank, even where a function of the
+#     user's ignores a field. The calls in `_couple` need reasons of their own, as `_evaluate` does
+#     not see the `_Anchors` that `_couple` makes. This table has all calls that concern a loss. It
+#     leaves out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1562,21 +1561,23 @@ def _uncompiled(function, *arguments):
 #     Add to the tests a variant in which the tensor has a gradient. If you forget this variant,
 #     TestGather fails, and shows the name of the field. If you forget to gather, the variant
 #     fails.
-# Losses over ranks may be compiled. TestGather compiles one, so add to that what you gather. What
-# communicates needs no `_uncompiled`, unless it reads values, too. TestGather runs on CPUs alone.
-# On a GPU the checks of section 8 do not communicate. All else communicates in the same way.
-# You may call `gather` in any order that is the same on all ranks. All gathered tensors with a
-# gradient have to be on one device. The reason is that on one device the backward pass is the
-# forward pass in reverse. In detail, each operation of the forward pass makes a node. A node can
+# Losses over ranks may be compiled. TestGather compiles one. Let that one gather your tensor, too.
+# Code that communicates needs no `_uncompiled`, unless it reads values. TestGather runs on CPUs
+# alone. On a GPU the checks of section 8 do not communicate. All else communicates in the same way.
+# The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
+# tensors with a gradient have to be on one device. The reason is that on one device the backward
+# pass is the forward pass in reverse. Each operation of the forward pass makes a node. A node can
 # run once the nodes of all operations that used its result have run. These operations came later.
-# Of the nodes that can run, autograd takes the one that was made last. So each backward pass of
-# `gather` has its place, which is the same on all ranks. The encoder may communicate, too. A
-# SyncBatchNorm is an operation like others. DDP sends the gradient of a parameter once it is
-# complete. That is when the backward pass reaches the first operation that used the parameter. All
-# this holds even if one rank alone gives up blocks. But DDP needs that all ranks use the same
-# parameters. Those of a user's function count, too. TestGather checks the order of nodes. The
-# backward passes of blocks end at copies, so none of them communicates. Compiled code has an order
-# of its own. It is the same on all ranks, as all compile the same code.
+# Of the nodes that can run, autograd takes the one that was made last. TestGather checks this. So
+# the backward passes of `gather` run in the reverse order of the calls, on all ranks.
+#   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
+#     `gather`. But none of them communicates. Nor do the backward passes of blocks, as they end at
+#     copies.
+#   - A SyncBatchNorm in the encoder communicates. It is an operation like others.
+#   - DDP sends the gradient of a parameter once it is complete. That is when the backward pass
+#     reaches the first operation that used the parameter. All ranks have to use the same
+#     parameters, those of a user's function included.
+#   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
 # after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1631,8 +1632,8 @@ def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
     """Concatenate the rows of all ranks, in their order. The gradient is summed over ranks.
     To use rows of all ranks as negatives, call contrastive_loss with group=group,
     negatives=gather(rows, group) and positive_index=rank * len(rows) + i. Here i (B,)
-    says which rows of this rank show its samples, so rows[i[b]] shows sample b. All ranks need
-    equally many rows."""
+    says which rows of this rank show its samples, so rows[i[b]] shows sample b. Where none does,
+    let positive_index be −1. All ranks need equally many rows."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
@@ -1704,9 +1705,9 @@ class _LogSum(torch.autograd.Function):
         shares = torch.softmax(total, dim, out=total)
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
-        # Second derivatives need a gradient of the shares. In the backward pass a saved output has
-        # one, and a saved intermediate result has none. So the shares are returned, though no
-        # caller uses them.
+        # To differentiate the backward pass, autograd must know how the shares depend on x. It
+        # knows that of a saved output, but not of another saved result. So the shares are returned.
+        # No caller uses them.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -2559,7 +2560,8 @@ class Game(nn.Module):
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
 #   - Whatever it changes ends up equal on all ranks. The loop sees to that only for the gradients
-#     of its own optimizer, and for BatchNorm. Spectral norms follow from the weights.
+#     of its own optimizer, and for BatchNorm. Vectors of spectral norms stay
+#     equal if all ranks have equal weights and make equally many passes in train mode.
 # To test a method of this file, add it to METHODS in test_hardneg.py, and to METHODS in
 # training/test_training.py, which the tests over ranks use, too.
 # If you change the order in which a step draws numbers, a seed gives another run. TestTraining
@@ -2956,7 +2958,7 @@ class Training:
         return figures | {"images": len(index) * self.ranks}
 
     def state_dict(self) -> dict:
-        """Return all that a run needs to resume.
+        """Return all that a run needs to resume, by a Training made with the same arguments.
         Its tensors are not copies, so the next step changes them. Save or deepcopy them before."""
         parts = {name: getattr(self, name).state_dict() for name in self.parts}
         return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
