@@ -1538,11 +1538,11 @@ def _uncompiled(function, *arguments):
 #     backward pass of its own, which all ranks must run, or none. There are two ways to ensure
 #     that. If no rank is to run it, gather a tensor without a gradient, or use the result under
 #     no_grad alone. If all ranks are to run it, make the result a field of the `_Anchors` or the
-#     `_Shared` that `_evaluate` gets, or compute such a field from it. `_evaluate` adds 0 times
-#     each of these fields to the loss. So it runs on every rank, even where a function of the
-#     user's ignores a field. The calls in `_couple` need reasons of their own, as `_evaluate` does
-#     not see the `_Anchors` that `_couple` makes. This table has all calls that concern a loss. It
-#     leaves out checks, whose calls have no gradient.
+#     `_Shared` that `_evaluate` gets, or compute such a field from it. `_evaluate` adds an
+#     empty slice of each of these fields to the loss. So it runs on every rank, even where a
+#     function of the user's ignores a field. The calls in `_couple` need reasons of their own, as
+#     `_evaluate` does not see the `_Anchors` that `_couple` makes. This table has all calls that
+#     concern a loss. It leaves out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
