@@ -267,12 +267,12 @@ def contrastive_loss(
                     estimates the sum over all rows.
                     2. There are no `negatives`, and the samples of the batch were drawn with
                     unequal probabilities. Let q_j be that of the sample in column j, and q⁺_i that
-                    of anchor i's positive. With two views the positive shows the anchor's own
-                    sample, so q⁺_i is q_i. With one view and labels, exactly one other sample must
-                    have the anchor's label, so that there is one positive. Pass
-                    log q⁺_i − log q_j (A, N), with `nce`. The usual logQ correction of a softmax
-                    divides e^p by q⁺_i and e^s by q_j. log_weights can change e^s, but not e^p.
-                    That is enough, as `nce` depends only on the ratios e^s / e^p.
+                    of anchor i's positive. Pass log q⁺_i − log q_j (A, N), with `nce`. The usual
+                    logQ correction of a softmax divides e^p by q⁺_i and e^s by q_j. log_weights can
+                    change e^s, but not e^p. That is enough, as `nce` depends only on the ratios
+                    e^s / e^p. For this all positives of an anchor must have the same q⁺_i. With two
+                    or more views they show the anchor's own sample, so q⁺_i is q_i. With one view
+                    and labels, exactly one other sample must have the anchor's label.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -301,7 +301,8 @@ def contrastive_loss(
     costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
     computes them again in each step, which takes A·N·D.
     Of torch.func, grad, jvp and hessian work without a group, and then there are no blocks. But
-    vmap over inputs does not work, as values are read. A hessian uses vmap over gradients alone.
+    vmap over inputs does not work, as values are read. A hessian works, as it uses vmap over
+    gradients alone.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
@@ -484,9 +485,9 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
-    # billionths. int() rounds α down to them, which takes less than N / 1e9 from α · N. So for
-    # α = k / N the ceiling is still k. For example 2/3 becomes 0.666666666. With N = 3 that gives
-    # 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
+    # billionths. int() rounds α down to them. That takes less than N / 1e9 from α · N, so less than
+    # 1. For α = k / N the ceiling is still k. For example 2/3 becomes 0.666666666. With N = 3 that
+    # gives 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -811,9 +812,10 @@ class _Anchors(NamedTuple):
     minus the width of `own` for N_i."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
-    pos: Tensor  # (A, V − 1), logits of the positives in other views. `who` appends
-    #              those by label. If V is 1, it puts those by index here. No entry may be
-    #              MASKED. If this has a column, `answer` assumes that every anchor has a positive
+    pos: Tensor  # (A, V − 1), logits of the positives in other views. No entry of this field may be
+    #              MASKED. If it has a column, `answer` assumes that every anchor has a positive.
+    #              `who` returns these and more. It appends positives by label, or, with one view,
+    #              takes those by index. Those may be MASKED
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -1561,9 +1563,10 @@ def _uncompiled(function, *arguments):
 #     Add to the tests a variant in which the tensor has a gradient. If you forget this variant,
 #     TestGather fails, and shows the name of the field. If you forget to gather, the variant
 #     fails.
-# Losses over ranks may be compiled. TestGather compiles one. Let that one gather your tensor, too.
-# Code that communicates needs no `_uncompiled`, unless it reads values. TestGather runs on CPUs
-# alone. On a GPU the checks of section 8 do not communicate. All else communicates in the same way.
+# Losses over ranks may be compiled. If you gather a new tensor, give it to the loss that TestGather
+# compiles, too. Code that communicates needs no `_uncompiled`, unless it reads values. TestGather
+# runs on CPUs alone. On a GPU the checks of section 8 do not communicate. All else communicates in
+# the same way.
 # The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
 # tensors with a gradient have to be on one device. The reason is that on one device the backward
 # pass is the forward pass in reverse. Each operation of the forward pass makes a node. A node can
@@ -1571,11 +1574,11 @@ def _uncompiled(function, *arguments):
 # Of the nodes that can run, autograd takes the one that was made last. TestGather checks this. So
 # the backward passes of `gather` run in the reverse order of the calls, on all ranks.
 #   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
-#     `gather`. But none of them communicates. Nor do the backward passes of blocks, as they end at
-#     copies.
+#     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
+#     graph ends at copies.
 #   - A SyncBatchNorm in the encoder communicates. It is an operation like others.
-#   - DDP sends the gradient of a parameter once it is complete. That is when the backward pass
-#     reaches the first operation that used the parameter. All ranks have to use the same
+#   - DDP sends the gradient of a parameter once it is complete. That is when the backward pass has
+#     reached the earliest operation that used the parameter. All ranks have to use the same
 #     parameters, those of a user's function included.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
 # If a rank does not reach one of these communications, the others wait for it, and TestGather fails
