@@ -446,8 +446,8 @@ MASKED, FAR = -1e30, -1e20
 # WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
 # included. It fails if the matrix of a rule that takes the potential is not symmetric, or if a
 # masked logit gets a gradient. TestRows checks that a rule weighs each row alone, that what is
-# masked stays masked, and that a rule which is "scaled" drops no whole row. For positives at −1,
-# and a little above 1, it checks that value and gradient are finite.
+# masked stays masked, and that a rule which is "scaled" drops no whole row. For positives of
+# the cosine −1, and a little above 1, it checks that value and gradient are finite.
 
 
 def uniform(logits: Tensor) -> Tensor:
@@ -480,7 +480,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
     The quantile is that of candidates (a, N). If none are given, it is that of the logits. Ties
     with it are kept.
-    alpha is at least 1e-9, and k / N keeps the k nearest. Weights are 0 or 1, as [4] sums them.
+    alpha is at least 1e-9, and k / N keeps the k nearest. Weights are 0 or 1 and not scaled, as [4]
+    takes the plain sum over those that are kept.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
@@ -868,9 +869,9 @@ class _Shared(NamedTuple):
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
 # With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Of these rows, those that positive_index names are not added. With one view
-# they are positives already. With more views they show the anchor's own sample, whose positives are
-# the other views.
+# as positives, too. Rows that positive_index names are left out of these. With one view they are
+# positives already. With more views they count as the anchor's own sample, whose positives are the
+# other views.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1141,7 +1142,7 @@ def sinkhorn(
             error = off.abs().sum() / n_rows
             if _stops(error, step, max_steps, tolerance):
                 break
-        # `_log_sums` has used this same f. Change both together
+        # `_log_sums` has computed log_columns with this same −log_rows. Change both together
         f = -_zero_if_masked(log_rows)
         g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
         if symmetric:
@@ -1537,14 +1538,14 @@ def _uncompiled(function, *arguments):
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
-#     backward pass of its own, which all ranks must run, or none. There are two ways to ensure
-#     that. If no rank is to run it, gather a tensor without a gradient, or use the result under
-#     no_grad alone. If all ranks are to run it, make the result a field of the `_Anchors` or the
-#     `_Shared` that `_evaluate` gets, or compute such a field from it. `_evaluate` adds an
-#     empty slice of each of these fields to the loss. So it runs on every rank, even where a
-#     function of the user's ignores a field. The calls in `_couple` need reasons of their own, as
-#     `_evaluate` does not see the `_Anchors` that `_couple` makes. This table has all calls that
-#     concern a loss. It leaves out checks, whose calls have no gradient.
+#     backward pass of its own, which all ranks must run, or none. Decide which of these it is. If
+#     no rank is to run it, gather a tensor without a gradient, or use the result only under
+#     no_grad. If all are to run it, make the result a field of the `_Anchors` or the `_Shared` that
+#     `_evaluate` gets, or compute such a field from it. `_evaluate` adds an empty slice of each of
+#     these fields to the loss. So it runs on every rank, even where a function of the user's
+#     ignores a field. The calls in `_couple` need reasons of their own, as `_evaluate` does not see
+#     the `_Anchors` that `_couple` makes. This table has all calls that concern a loss. It leaves
+#     out checks, whose calls have no gradient.
 #         `gather` of               in            its backward pass runs
 #         candidates                `_line_up`    on all ranks, as they are a field
 #         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
@@ -1576,7 +1577,8 @@ def _uncompiled(function, *arguments):
 #   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
 #     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
 #     graph ends at copies.
-#   - A SyncBatchNorm in the encoder communicates. It is an operation like others.
+#   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch
+#     it runs again in the backward pass, in the place of its part.
 #   - DDP sends the gradient of a parameter once it is complete. That is when the backward pass has
 #     reached the earliest operation that used the parameter. All ranks have to use the same
 #     parameters, those of a user's function included.
@@ -2818,12 +2820,14 @@ class Training:
                    to rounding.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
-                   keeps these weights equal. If ranks can share batches evenly, any number of them
-                   makes the same run up to rounding. An exception is BatchNorm on a CPU, which
-                   sees the share of its rank alone. Another is DiffHard, if the share of a rank is
-                   odd, or if ranks do not divide the batch of the game. If ranks cannot share
-                   evenly, a batch can have a few images more or fewer than in one process. An epoch
-                   then leaves out up to ranks − 1 images, other ones each time.
+                   keeps these weights equal. If ranks divide each batch evenly, any number of them
+                   makes the same run up to rounding. There are three exceptions. BatchNorm sees the
+                   share of its rank alone on a CPU, and one part at a time with micro_batch. An
+                   encoder that draws numbers itself, as in dropout, draws others. DiffHard differs
+                   if the share of a rank is odd, or if ranks do not divide the batch of the game.
+                   If ranks cannot share evenly, a batch can have a few images more or fewer than in
+                   one process. An epoch then leaves out up to ranks − 1 images, other ones each
+                   time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
