@@ -471,8 +471,9 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
 def hardest(logits: Tensor, candidates: Tensor | None = None) -> Tensor:
     """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, ties included.
     With weights="hardest" a loss scales the weights to mean 1, so the nearest candidate counts N_i
-    times. With weights="top" and a tiny alpha a loss keeps the same candidate and does not scale,
-    so it counts once. candidates is as in `top`. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    times, or shares that with its ties. With weights="top" and a tiny alpha a loss keeps the same
+    candidate and does not scale, so it counts once. candidates is as in `top`. Ref: [1] Prop. 1,
+    App. A.1; [4] Eq. 6"""
     return top(logits, 1e-9, candidates)  # ⌈1e-9 · N⌉ is 1 up to N = 1e9
 
 
@@ -1577,8 +1578,9 @@ def _uncompiled(function, *arguments):
 #   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
 #     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
 #     graph ends at copies.
-#   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch
-#     it runs again in the backward pass, in the place of its part.
+#   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch,
+#     see section 12, each part of a batch is embedded again in its own backward pass. There it
+#     communicates again, in the same order on all ranks.
 #   - DDP sends the gradient of a parameter once it is complete. That is when the backward pass has
 #     reached the earliest operation that used the parameter. All ranks have to use the same
 #     parameters, those of a user's function included.
