@@ -1585,8 +1585,6 @@ def _uncompiled(function, *arguments):
 #     reached the earliest operation that used the parameter. All ranks have to use the same
 #     parameters, those of a user's function included.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
-# If a rank does not reach one of these communications, the others wait for it, and TestGather fails
-# after a while.
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
 #   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
@@ -1614,10 +1612,9 @@ def _over_ranks(value, count, group):
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass.
-    As both passes communicate, all ranks must make the same calls in the same order. In each call
-    the tensors of all ranks have the same shape and the same requires_grad. All ranks run the
-    backward pass, or none does, see the table above."""
+    """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass. Both
+    passes communicate, see the rules above. In each call the tensors of all ranks have the same
+    shape and the same requires_grad."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -2247,7 +2244,9 @@ def _average(tensors, group):
 
 def _running(network):
     """List the running statistics of BatchNorm."""
-    return [x for name, x in network.named_buffers() if name.endswith(("_mean", "_var"))]
+    return [
+        x for name, x in network.named_buffers() if name.endswith(("running_mean", "running_var"))
+    ]
 
 
 def _gradients(optimizer):

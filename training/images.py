@@ -295,7 +295,10 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
                 left_out[path] = "are links to what is read elsewhere"
                 continue
             seen.add(real)
-            paths += find(path, home, seen, left_out)
+            inner = find(path, home, seen, left_out)
+            if not inner:
+                left_out[path] = "have no images"
+            paths += inner
         elif path.is_file() and ENDINGS.get(path.suffix.lower()) in Image.OPEN:
             paths.append(path)
         else:

@@ -242,10 +242,11 @@ class TestFolders:
             "3 are links to what is read elsewhere, for example cat/other, dog/away, dog/up.",
             "5 do not end as names of images do, "
             "for example cat/a.csv, cat/b.csv, cat/none.png, ….",
+            "1 have no images, for example cow.",
             "1 lie beside the folders that are read, for example beside.png.",
-            messages[4],
+            messages[5],
         ]
-        assert f"{tmp_path}/dog/d.png (cannot identify" in messages[4]
+        assert f"{tmp_path}/dog/d.png (cannot identify" in messages[5]
 
     @pytest.mark.parametrize("ending", "gif JFIF jpe avif tif TIFF webp bmp ppm jp2 tga".split())
     def test_what_pillow_opens_is_read(self, ending, tmp_path):
