@@ -300,9 +300,8 @@ def contrastive_loss(
     grows as A·N·D, and with `transported` also as A·N in each step of Sinkhorn. Sinkhorn stores the
     costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
     computes them again in each step, which takes A·N·D.
-    Of torch.func, grad, jvp and hessian work without a group, and then there are no blocks. But
-    vmap over inputs does not work, as values are read. A hessian works, as it uses vmap over
-    gradients alone.
+    From torch.func, you can use grad, jvp and hessian without a group. Then there are no blocks.
+    You cannot use vmap over inputs, as values are read. A hessian uses it over gradients alone.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
@@ -809,7 +808,7 @@ class _Anchors(NamedTuple):
         positive_index       yes, except −1   yes         yes, if V is 1          False
         `mine`               not ensured      yes         yes                     False
     For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
-    In `mine` it does no harm, as that takes only the largest of the positives.
+    In `mine` that does no harm, as only the largest of the positives is used there.
     A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
     minus the width of `own` for N_i."""
 
@@ -989,10 +988,9 @@ def who(anchors, shared, options):
 
 # There is no recipe for another source of candidates. Candidates are either the batch or the rows
 # of `negatives`. This choice decides what `own`, `plain`, `batch` and N are. It also decides where
-# labels of candidates come from, and which columns show an anchor's own sample. To
-# have both in one loss, pass both as `negatives`. Name the rows of the anchor's own sample in
-# positive_index. Then the first view alone has anchors. For anchors of the other view, call the
-# loss again.
+# labels of candidates come from, and which columns show an anchor's own sample. To have both in one
+# loss, pass both as `negatives`. Name the rows of the anchor's own sample in positive_index. Then
+# the first view alone has anchors. For anchors of the other view, call the loss again.
 #
 # To add a source of positives, give `_Shared` a flag, as the two sources in `who` have. Set it in
 # `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save neg.
@@ -1361,8 +1359,8 @@ def _evaluate(anchors, shared, group, options):
     if options["reduction"] == "mean":
         value = value / (count + (count == 0))  # 0 if no anchor has a positive
     # If you add a term that is one number x, such as a penalty, add it to value here. With a group
-    # of R ranks add `_over_ranks(x, 0, group)[0] / R` instead. It is the mean of x over ranks, and
-    # has its gradient.
+    # of R ranks add `_over_ranks(x, 0, group)[0] / R` instead. Its value and its gradient are those
+    # of the mean of x over ranks.
     return value
 
 
