@@ -1541,7 +1541,7 @@ def _uncompiled(function, *arguments):
 #     no rank is to run it, gather a tensor without a gradient, or use the result only under
 #     no_grad. If all are to run it, make the result a field of the `_Anchors` or the `_Shared` that
 #     `_evaluate` gets, or compute such a field from it. `_evaluate` adds an empty slice of each of
-#     these fields to the loss. So it runs on every rank, even where a function of the user's
+#     these fields to the loss. So that pass runs on every rank, even where a function of the user's
 #     ignores a field. The calls in `_couple` need reasons of their own, as `_evaluate` does not see
 #     the `_Anchors` that `_couple` makes. This table has all calls that concern a loss. It leaves
 #     out checks, whose calls have no gradient.
