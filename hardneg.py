@@ -123,8 +123,8 @@ class Options(TypedDict, total=False):
     # What is allowed are the names of a table, a tuple of strings or of bools, or a range
     # [low, high]. If high is an int, the numbers have to be whole. The name must not be one of the
     # parameters that sections 2 and 3 list, nor one of the four names that `resolve` puts beside
-    # the options. An entry can name a table that comes later in this file, such as WEIGHTS. Python
-    # keeps entries as text, and section 8 evaluates them.
+    # the options. An entry can name a table that comes later in this file, such as WEIGHTS. Because
+    # of the import from __future__ Python keeps entries as text, and section 8 evaluates them.
     loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
@@ -132,10 +132,10 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. With debiasing and several columns of positives it is called a second time, with the
-        logits (a, M) of positives in place of those of candidates. Logits of what does not count
-        are −1e30. Blocks can call the function again in the backward pass, so it has to give the
-        same answer then, without random numbers.""",
+        mean 1. Debiasing takes a mean over the positives of an anchor, with weights of the same
+        kind. So with several columns of positives the function is called a second time, with their
+        logits (a, M). Logits of what does not count are −1e30. Blocks can call the function again
+        in the backward pass, so it has to give the same answer then, without random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -144,8 +144,9 @@ class Options(TypedDict, total=False):
         """What is done with the weighted negatives. By default the loss decides. A function of your
         own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
         losses (a,). What does not count is −1e30. If all candidates of an anchor are masked, all
-        its logits and log weights of candidates are −1e30. See that this number does not get into
-        the loss. Return 0, say. Like weights, the function must not draw random numbers.""",
+        its logits and log weights of candidates are −1e30. For such an anchor return 0, for
+        example, so that −1e30 does not get into the loss. Like weights, the function must not draw
+        random numbers.""",
     ]
     temperature: Annotated[
         float | Tensor,
@@ -266,13 +267,13 @@ def contrastive_loss(
                     q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
                     estimates the sum over all rows.
                     2. There are no `negatives`, and the samples of the batch were drawn with
-                    unequal probabilities. Let q_j be that of the sample in column j, and q⁺_i that
-                    of anchor i's positive. Pass log q⁺_i − log q_j (A, N), with `nce`. The usual
-                    logQ correction of a softmax divides e^p by q⁺_i and e^s by q_j. log_weights can
-                    change e^s, but not e^p. That is enough, as `nce` depends only on the ratios
-                    e^s / e^p. For this all positives of an anchor must have the same q⁺_i. With two
-                    or more views they show the anchor's own sample, so q⁺_i is q_i. With one view
-                    and labels, exactly one other sample must have the anchor's label.
+                    unequal probabilities. Let q_j be the probability of the sample in column j,
+                    and q⁺_i that of anchor i's positive. The usual logQ correction of a softmax
+                    divides e^p by q⁺_i and e^s by q_j. log_weights can change e^s, but not e^p. But
+                    `nce` depends only on the ratios e^s / e^p. So pass log q⁺_i − log q_j (A, N),
+                    with `nce`. For this all positives of an anchor must have the same q⁺_i. With
+                    two or more views they show the anchor's own sample, so q⁺_i is q_i. With one
+                    view and labels they are other samples, and must have equal probabilities.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in two
                     cases, with the objective ppcl, or for a single view without positive_index.
@@ -301,7 +302,8 @@ def contrastive_loss(
     costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
     computes them again in each step, which takes A·N·D.
     From torch.func, you can use grad, jvp and hessian without a group. Then there are no blocks.
-    You cannot use vmap over inputs, as values are read. A hessian uses it over gradients alone.
+    You cannot use vmap over inputs, as values are read. A hessian works, as its vmap runs over
+    gradients alone.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
@@ -313,8 +315,9 @@ def contrastive_loss(
                 potential=_uncompiled(_couple, anchors, shared, group, options)
             )
         value = _evaluate(anchors, shared, group, options)
-        # A NaN in a masked row can leave the loss finite, and make the gradient NaN. These checks
-        # come last, so that no rank stops while others wait for it in this call.
+        # A NaN in the embedding of a masked candidate can leave the loss finite, and make the
+        # gradient NaN. These checks come last, so that no rank stops while others wait for it in
+        # this call.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -348,6 +351,8 @@ def answer(anchors, shared, options):
     log_w, log_total, log_w_pos = weigh(pos, neg, n, anchors, shared, options)
 
     # 3. What is done with them?
+    # To add a count to `lacking`, add it wherever this file names `lacking`. The order is that of
+    # `_Answers`.
     given = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": shared.t}
     lacking = [0, 0, 0]
     if "log_negatives" in takes(options["objective_function"]):
@@ -402,7 +407,7 @@ class ContrastiveLoss(nn.Module):
 # them. No gradient arrives if each path from a masked logit to the loss goes through a function
 # whose gradient at that entry is exactly 0. There are four kinds of such functions.
 #   - a softmax in a row that is not all masked; `log_sum` and `_mean` have one
-#   - a masked_fill on a copy
+#   - a masked_fill that makes a new tensor, as autograd records it
 #   - a clamp
 #   - a softplus or a relu of something far below 0
 # In a row that is all masked a softmax does not help, so there an objective needs one of the
@@ -445,8 +450,9 @@ MASKED, FAR = -1e30, -1e20
 # WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
 # included. It fails if the matrix of a rule that takes the potential is not symmetric, or if a
 # masked logit gets a gradient. TestRows checks that a rule weighs each row alone, that what is
-# masked stays masked, and that a rule which is "scaled" drops no whole row. For positives of
-# the cosine −1, and a little above 1, it checks that value and gradient are finite.
+# masked stays masked, and that a rule whose row says "scaled" never drops all candidates of an
+# anchor. For positives of the cosine −1, and a little above 1, it checks that value and gradient
+# are finite.
 
 
 def uniform(logits: Tensor) -> Tensor:
@@ -486,9 +492,10 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
-    # billionths. int() rounds α down to them. That takes less than N / 1e9 from α · N, so less than
-    # 1. For α = k / N the ceiling is still k. For example 2/3 becomes 0.666666666. With N = 3 that
-    # gives 1.999999998, whose ceiling is 2. Rounded up, α would give 2.000000001, and so 3.
+    # billionths. int() rounds α down to them. That makes αN smaller by less than N / 1e9, which is
+    # below 1. So for α = k / N it is above k − 1, and its ceiling is still k. For example 2/3
+    # becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2. Rounded up, α
+    # would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -534,7 +541,8 @@ def transported(
 def own_rule(logits, weights):
     """Weigh by a function of the user's, and mask what it returns wherever the logit is masked.
     Unlike our rules, it may mix masked columns into others, or have an infinite gradient at −1e30,
-    which a softmax does not stop. So it gets a copy, see MASKED."""
+    which a softmax does not stop. So its logits are filled again, by a masked_fill that autograd
+    records, see MASKED."""
     try:
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
@@ -576,9 +584,9 @@ def weigh(pos, neg, n, anchors, shared, options):
     The rule weighs a positive like a candidate with the same logit, and with a potential of 0.
     Weights of positives are not scaled, since `debias` divides them by their sum."""
     log_w = by_rule(neg, neg, shared.potential, shared.t, options)
-    if options["mean"] == "scaled" or options["tau_plus"] != 0:
+    if options["weight_mean"] == "scaled" or options["tau_plus"] != 0:
         log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
-    if options["mean"] == "scaled":
+    if options["weight_mean"] == "scaled":
         # the softmax of a row without candidates is not masked, and log_n masks it again
         log_w = torch.log_softmax(log_w, -1) + log_n[:, None]
     if anchors.log_weights is not None:
@@ -588,7 +596,7 @@ def weigh(pos, neg, n, anchors, shared, options):
     # The sum is N_i as long as the weights have mean 1. If you add something that changes them
     # after they were scaled, name it in the condition that follows, so their sum is computed.
     log_total = log_n
-    if options["mean"] == "any" or anchors.log_weights is not None:
+    if options["weight_mean"] == "any" or anchors.log_weights is not None:
         log_total = log_sum(log_w)
     log_w_pos = None
     if pos.shape[1] > 1:  # the weight of a single one cancels
@@ -668,7 +676,7 @@ def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
-def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: Tensor = 1.0) -> Tensor:
+def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: float | Tensor = 1.0) -> Tensor:
     """Compute the difference of mean cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
     Without negatives the second sum is 0. [4] multiplies the plain sum over negatives by λ. As a
     mean is taken here, λ is 1/N, and 1/⌈αN⌉ with `top`.
@@ -676,7 +684,9 @@ def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: Tensor = 1.0) -> Tensor:
     return t * (_mean(neg, log_w) - _mean(pos, uniform(pos)))
 
 
-def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 1.0) -> Tensor:
+def triplet(
+    pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: float | Tensor = 1.0
+) -> Tensor:
     """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
     The difference of the distances is 2 (cos_j − cos_m). A block of anchors takes memory of a·M·N,
     or of a·N² if labels make positives.
@@ -688,7 +698,7 @@ def triplet(pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: Tensor = 
 
 def own_objective(pos, neg, log_w, objective):
     """Judge by a function of the user's.
-    It gets copies, for the reason that `own_rule` has."""
+    Its arguments are filled again, for the reason that `own_rule` has."""
     dropped = torch.minimum(neg, log_w) < FAR
     neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
     losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
@@ -731,7 +741,7 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 #     without positives        finite    −1e30    what is left          finite      finite
 #     without candidates       −1e30     finite   the floor             −1e30       below FAR
 #     all dropped by a rule    noise     finite   something finite      −1e30       below FAR
-#     without either           −1e30     −1e30    something finite      −1e30       below FAR
+#     without either           −1e30     −1e30    the floor             −1e30       below FAR
 # `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
 # without negatives. If you change `debias`, keep adding log_total after `published`. Without
 # positives `answer` makes the loss 0.
@@ -768,7 +778,7 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
     else:
         # All positives can be below the threshold that `top` takes from candidates. Then each has
         # a log weight of −1e30. Absent positives have that, too, and would get the same share. So
-        # uniform(pos) lowers theirs to −2e30, and their share is 0.
+        # uniform(pos) lowers theirs to −2e30. Then their share is 0, and the others share equally.
         shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
         log_mean_pos = log_sum(pos, shares)
     tau_plus = options["tau_plus"]
@@ -788,6 +798,10 @@ def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
 #         …
 #         b3   s   s   −   s   s   −      b3·a3
 # If `negatives` are given, they are the columns, and the rows are a1 a2 a3.
+#     To add an argument with a row for each anchor, see `_Anchors`.
+#     To add an argument with an entry for each sample, see `_Shared`.
+#     To add a source of positives, see the comments below `who`.
+#     To add an option that masks, see the table above `_mask_`.
 # TestContrastiveLoss and TestNamedPositives compare losses and gradients with reference_numpy.py,
 # under random masks, labels, margins and indices.
 
@@ -800,8 +814,9 @@ class _Anchors(NamedTuple):
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
     ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
     to VARIANTS of the tests, so that TestGather compares it.
-    The field `own` has four sources. The table says of each source what the entries of a row of
-    `own` are like, and which value `plain` in `_Shared` has.
+    The field `own` lists the columns of the anchor's own sample. `plain`, a field of `_Shared`,
+    says that `answer` knows N_i without counting. `own` has four sources. For each source the table
+    says what the entries of a row of `own` are like, and which value `plain` has.
         source               entries differ   −1 occurs   entries are positives   `plain`
         batch                yes              no          no                      True or False
         negatives, no index  there are none   no          no                      True or False
@@ -815,8 +830,8 @@ class _Anchors(NamedTuple):
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views. No entry of this field may be
     #              MASKED. If it has a column, `answer` assumes that every anchor has a positive.
-    #              `who` returns these and more. It appends positives by label, or, with one view,
-    #              takes those by index. Those may be MASKED
+    #              `who` returns a pos of its own, which has these and more. It appends positives by
+    #              label, or, with one view, takes those by index. Those may be MASKED
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -995,17 +1010,18 @@ def who(anchors, shared, options):
 # To add a source of positives, give `_Shared` a flag, as the two sources in `who` have. Set it in
 # `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save neg.
 # A positive must not be a candidate as well. So mask it, as the paragraph after this one says. Nor
-# may it come from two sources, as it would count twice. `_check_call` refuses a single view without
-# labels and positive_index. If your source can give such a view its positives, name it in `named`
-# there. Add a line to the table above `_line_up`. Then add the source to `_who_is_who` of
-# reference_numpy.py, and to DRAWN of TestContrastiveLoss.
+# may it come from two sources, as it would count twice. `_check_call` refuses a single view that
+# has neither labels nor positive_index. If your source can give such a view its positives, name it
+# in `named` of `_check_call`. Add a line to the table above `_line_up`. Then add the source to
+# `_who_is_who` of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
 #
-# What masks, and what else has to know it. To add an option that masks, mask in `_mask_`, and add a
-# row here. Always name the option in `plain` of `_line_up`. If it can mask i for j, but not j for
-# i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of TestContrastiveLoss, and to
-# `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is wrong, and with the new entry
-# in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn does not converge, and warns of it.
-# TestNamedPositives has a batch that is masked one way, as a model for a test of yours.
+# The table below has all that masks, and what else has to know of it. To add an option that masks,
+# mask in `_mask_`, and add a row here. Always name the option in `plain` of `_line_up`. If it can
+# mask i for j, but not j for i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of
+# TestContrastiveLoss, and to `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is
+# wrong, and with the new entry in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn does
+# not converge, and warns of it. TestNamedPositives has a batch that is masked one way, as a model
+# for a test of yours.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
@@ -1110,10 +1126,10 @@ def sinkhorn(
     1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
 
     If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. Samples in two
-    groups are an exception, if each sample is coupled with the other group alone. There
-    symmetric=True takes about a third more steps. If the kernel is not symmetric, the mean does not
-    converge.
+    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. An
+    exception is a mask that splits the samples into two groups, and lets each sample be coupled
+    with the other group alone. There symmetric=True takes about a third more steps. If the kernel
+    is not symmetric, the mean does not converge.
 
     Embeddings in tight clusters take many steps with symmetric=False, and mostly few with True. A
     mask can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone,
@@ -1128,14 +1144,15 @@ def sinkhorn(
     #   - computes log_columns in the same way, with −log_rows as f,
     #   - checks the old f and g, whose row totals are e^{f + log_rows},
     #   - and, unless these are right, replaces f and g by the new ones.
+    # So log_rows checks the old f and g, and gives the new f. A check takes no pass of its own.
     # Here rows sum to 1 and columns to A / N, as in the sketch above.
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
         n_columns = (log_columns > FAR).sum().clamp_min(1)
         # For the right f and g, e^{f + log_rows} is 1. It is enough to look at the totals of rows.
-        # After a plain step those of columns have no error. After a symmetric step f = g, so they
-        # have the same error.
+        # With symmetric=False those of columns have no error after a step. With symmetric=True they
+        # have the same error as those of rows, as f = g.
         if step > 0:
             off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
             error = off.abs().sum() / n_rows
@@ -1359,8 +1376,8 @@ def _evaluate(anchors, shared, group, options):
     if options["reduction"] == "mean":
         value = value / (count + (count == 0))  # 0 if no anchor has a positive
     # If you add a term that is one number x, such as a penalty, add it to value here. With a group
-    # of R ranks add `_over_ranks(x, 0, group)[0] / R` instead. Its value and its gradient are those
-    # of the mean of x over ranks.
+    # of R ranks add `_over_ranks(x, 0, group)[0] / R` instead. Its value is the mean of x over
+    # ranks. Once DDP has averaged the gradients of ranks, they are those of this mean, too.
     return value
 
 
@@ -1421,8 +1438,9 @@ def _in_blocks(anchors, shared, options, size):
 
 def _run_blocks(anchors, shared, options, size, grad_losses):
     """Compute losses (A,), what anchors lack, and the gradients of grad_losses · losses, by blocks.
-    If a function of the user's learns something, its gradient would be missing here. Then the
-    result is None. There are four situations:
+    grad_losses (A,) is the gradient of the final value by each loss. If it is None, no gradients
+    are computed. If a function of the user's learns something, its gradient would be missing here.
+    Then the result is None. There are four situations:
         reduction      pass                grad_losses      grad mode in the loop   what is used
         any            forward, no_grad    None             off                     losses, lacking
         mean or sum    forward             ones             on                      all
@@ -1529,44 +1547,52 @@ def _uncompiled(function, *arguments):
     return function(*arguments)
 
 
-# Ranks. If you add a term, a comment in `_evaluate` says where it goes. If you add a tensor with a
-# gradient, make it a field, and gather it, as the third rule says. If you add a reduction, see the
-# last paragraph. If you add a check, see the head of section 8. Run TestGather each time. With a
-# group there are three rules.
+# Ranks. A change that only computes with tensors that are there needs none of this. After any
+# other change run TestGather.
+#     To add a term of the loss, see the comments in `_evaluate`.
+#     To add a reduction, see the last paragraph of this text.
+#     To add a check, see the head of section 8.
+#     To add a tensor that requires a gradient, see the paragraph below the table of `gather`.
+# With a group there are two rules.
 #   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
 #     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
-#     backward pass of its own, which all ranks must run, or none. Decide which of these it is. If
-#     no rank is to run it, gather a tensor without a gradient, or use the result only under
-#     no_grad. If all are to run it, make the result a field of the `_Anchors` or the `_Shared` that
-#     `_evaluate` gets, or compute such a field from it. `_evaluate` adds an empty slice of each of
-#     these fields to the loss. So that pass runs on every rank, even where a function of the user's
-#     ignores a field. The calls in `_couple` need reasons of their own, as `_evaluate` does not see
-#     the `_Anchors` that `_couple` makes. This table has all calls that concern a loss. It leaves
-#     out checks, whose calls have no gradient.
-#         `gather` of               in            its backward pass runs
-#         candidates                `_line_up`    on all ranks, as they are a field
-#         rows for `negatives`      user's code   on all ranks, as candidates are computed from them
-#         labels of candidates      `_line_up`    never, as they have no gradient
-#         `scaled`                  `_couple`     on all ranks, as g is computed from it, and is the
-#                                                 field `potential`; if weights are detached, never,
-#                                                 as the kernel has no graph
-#         `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
-#                                                 pos, and `_mask_` reads it under no_grad
-#         `negatives`               `_couple`     never, as `_check_negatives` refuses (B, K, D)
-#         other fields              `_couple`     never, as they have no gradient
-#   - If you add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`.
-#     If it has a row for each candidate, gather it in `_line_up`, and add a line to this table.
-#     If it has a row for each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`.
-#     `kernel_of` there must use it on all ranks, or on none. Say which in a line of this table.
-#     Add to the tests a variant in which the tensor has a gradient. If you forget this variant,
-#     TestGather fails, and shows the name of the field. If you forget to gather, the variant
-#     fails.
-# Losses over ranks may be compiled. If you gather a new tensor, give it to the loss that TestGather
-# compiles, too. Code that communicates needs no `_uncompiled`, unless it reads values. TestGather
-# runs on CPUs alone. On a GPU the checks of section 8 do not communicate. All else communicates in
-# the same way.
+#     backward pass of its own. All ranks must run it, or none. If they did not agree, some would
+#     wait forever. So decide for each call which of these it is.
+#       None runs it if the tensor has no gradient, or if you use the result only under no_grad.
+#       All run it if the result is a field of the `_Anchors` or the `_Shared` that `_evaluate`
+#       gets, or if such a field is computed from it. A function of the user's may ignore a field.
+#       So `_evaluate` adds an empty slice of each of these fields to the loss.
+#     The calls in `_couple` need reasons of their own, as `_evaluate` does not see the `_Anchors`
+#     that `_couple` makes.
+#
+# This table has all calls of `gather` that concern a loss. It leaves out checks, whose calls have
+# no gradient.
+#     `gather` of               in            its backward pass runs
+#     candidates                `_line_up`    on all ranks, as they are a field
+#     rows for `negatives`      user's code   on all ranks, as candidates are computed from them
+#     labels of candidates      `_line_up`    never, as they have no gradient
+#     `scaled`                  `_couple`     on all ranks, as g is computed from it, and is the
+#                                             field `potential`; if weights are detached, never, as
+#                                             the kernel has no graph
+#     `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
+#                                             pos, and `_mask_` reads it under no_grad
+#     `negatives`               `_couple`     never, as `_check_negatives` refuses (B, K, D)
+#     other fields              `_couple`     never, as they have no gradient
+#
+# To add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. If it has a
+# row for each candidate, gather it in `_line_up`, and add a line to this table. If it has a row for
+# each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`. `kernel_of` there must
+# use it on all ranks, or on none. Say which in a line of this table. Then add a variant to the
+# tests, in which the tensor has a gradient. If a field has no variant, TestGather names it and
+# fails. If a tensor is not gathered, its variant fails.
+#
+# Losses over ranks may be compiled. If a new argument is gathered, pass it in the compiled case of
+# TestGather as well. Code that communicates needs no `_uncompiled`, unless it reads values.
+# TestGather runs on CPUs alone. On a GPU the checks of section 8 do not communicate. All else
+# communicates in the same way.
+#
 # The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
 # tensors with a gradient have to be on one device. The reason is that on one device the backward
 # pass is the forward pass in reverse. Each operation of the forward pass makes a node. A node can
@@ -1583,6 +1609,7 @@ def _uncompiled(function, *arguments):
 #     reached the earliest operation that used the parameter. All ranks have to use the same
 #     parameters, those of a user's function included.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
+#
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
 #   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
@@ -1594,6 +1621,7 @@ def _uncompiled(function, *arguments):
 #   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
 #     is the mean over all anchors already, so nothing is multiplied. Anchors without a positive
 #     count there, with a loss of 0.
+#
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
 # one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
 # that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
@@ -1708,8 +1736,8 @@ class _LogSum(torch.autograd.Function):
         ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
         ctx.set_materialize_grads(False)
         # To differentiate the backward pass, autograd must know how the shares depend on x. It
-        # knows that of a saved output, but not of another saved result. So the shares are returned.
-        # No caller uses them.
+        # knows this of a tensor that forward returns, but not of one that is only saved. So the
+        # shares are returned. No caller uses them.
         ctx.save_for_backward(shares)
         return largest - shares.amax(dim).log(), shares
 
@@ -1784,7 +1812,7 @@ ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
 
 def resolve(given):
     """Check the options of a call, and fill in those that are left open. Add four entries that are
-    no options. They are `weight_function` and `mean`, from the row of WEIGHTS, and
+    no options. They are `weight_function` and `weight_mean`, from the row of WEIGHTS, and
     `objective_function` and `by_label`, from the row of OBJECTIVES."""
     options = DEFAULTS | given
     for name, value in given.items():
@@ -1798,7 +1826,7 @@ def resolve(given):
             options[name] = value
     weights, objective = options["weights"], options["objective"]
     row = (own_rule, "any") if callable(weights) else WEIGHTS[weights]
-    options["weight_function"], options["mean"] = row
+    options["weight_function"], options["weight_mean"] = row
     row = (own_objective, False) if callable(objective) else OBJECTIVES[objective]
     options["objective_function"], options["by_label"] = row
     if "log_negatives" not in takes(options["objective_function"]):
@@ -1908,12 +1936,12 @@ def _check_negatives(negatives, views, options, labels, group):
 
 
 def _check_tensor(name, x, kind, *shapes, hint="", required=False):
-    """Check a tensor. None passes if the tensor is not required.
+    """Check a tensor. If it is not required, None passes, and a list unless kind is "float".
     kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any length
     above 0. The hint ends the message of an error."""
     if x is None and not required:
         return
-    if kind != "float":  # an index, say, may be a list
+    if kind != "float" and not required:  # an index, say, may be a list
         try:
             x = torch.as_tensor(x)
         except Exception:  # the list may have words, say, or lists of unequal lengths
@@ -2079,7 +2107,7 @@ class _OfRank(torch.Generator):
 
 def _drawn(function, n, width, generator, device):
     """Draw numbers (n, width) for the n samples of this rank.
-    Each rank draws those of the whole batch, and takes rows rank, rank + ranks, rank + 2·ranks, …
+    Each rank draws those of the whole batch. Rank r of R keeps rows r, r + R, r + 2·R, …
     `Training` takes images in the same way. So it can promise the same run for any number of
     ranks. Its help names the exceptions."""
     rank, ranks = 0, 1
@@ -2142,8 +2170,8 @@ class Encoder(nn.Module):
 
     def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
-        known = name in ("small", "resnet18", "resnet50")
-        _require(known, "name", name, "small, resnet18 or resnet50")
+        names = "small", "resnet18", "resnet50"
+        _require(name in names, "name", name, f"one of {', '.join(names)}")
         if name == "small":
             _require(size % 2 == 0, "size", size, "even for the small encoder")
             layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels become one, which halves the work
@@ -2204,14 +2232,11 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
     leaders = _unwrapped(leader).state_dict()
     followers = _unwrapped(follower).state_dict(keep_vars=True)
-    # Layers can share a tensor, which must move once. The dict below maps each tensor to one of its
-    # names. keep_vars=True gives the tensors themselves, so a shared one is in it once.
-    for value, name in dict(map(reversed, followers.items())).items():
-        # if the leader lacks the name, value[None] has a dimension too many, so the check raises
-        target = leaders.get(name, value[None])
-        if target.shape != value.shape:
-            shape = tuple(value.shape)
-            raise InvalidArgument(f"leader has no {name} of shape {shape}, as the follower has.")
+    # Layers can share a tensor, which must move once. With keep_vars=True state_dict gives the
+    # tensors themselves, so as keys of a dict they occur once.
+    for value, name in {x: name for name, x in followers.items()}.items():
+        target = leaders.get(name)
+        _check_tensor(f"leader's {name}", target, "", value.shape, required=True)
         if value.is_floating_point():
             value.lerp_(target.to(value), 1 - momentum)
         else:
@@ -2366,8 +2391,8 @@ def _down(before, after, first=False, last=False):
 def _widths(size, width):
     """List numbers of channels, which double from width to at most four times width.
     There is one for each of the sides size, size / 2, …, 4."""
-    valid = size >= 8 and size.bit_count() == 1
-    _require(valid, "size", size, "a power of two of at least 8, such as 32")
+    _check_number("size", size, 8)
+    _require(size.bit_count() == 1, "size", size, "a power of two, such as 32")
     _check_number("width", width, 1)
     return [width * min(2**k, 4) for k in range(size.bit_length() - 2)]
 
@@ -2564,8 +2589,8 @@ class Game(nn.Module):
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
 #   - Whatever it changes ends up equal on all ranks. The loop sees to that only for the gradients
-#     of its own optimizer, and for BatchNorm. Vectors of spectral norms stay
-#     equal if all ranks have equal weights and make equally many passes in train mode.
+#     of its own optimizer, and for BatchNorm. Vectors of spectral norms stay equal if all ranks
+#     have equal weights and make equally many passes in train mode.
 # To test a method of this file, add it to METHODS in test_hardneg.py, and to METHODS in
 # training/test_training.py, which the tests over ranks use, too.
 # If you change the order in which a step draws numbers, a seed gives another run. TestTraining
@@ -2769,7 +2794,7 @@ def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
         α^{min(1, progress / until)}    for a progress in [0, 1], and until > 0
 
     Before training, the nearest candidates are those of a similar background and colour. They teach
-    little."""
+    little. So hardness rises here, while `annealed_beta` lowers it."""
     return alpha ** min(1.0, progress / until)
 
 
@@ -2820,13 +2845,13 @@ class Training:
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks divide each batch evenly, any number of them
-                   makes the same run up to rounding. There are three exceptions. BatchNorm sees the
-                   share of its rank alone on a CPU, and one part at a time with micro_batch. An
-                   encoder that draws numbers itself, as in dropout, draws others. DiffHard differs
-                   if the share of a rank is odd, or if ranks do not divide the batch of the game.
-                   If ranks cannot share evenly, a batch can have a few images more or fewer than in
-                   one process. An epoch then leaves out up to ranks − 1 images, other ones each
-                   time.
+                   makes the same run up to rounding. There are three exceptions. On a CPU BatchNorm
+                   sees only the share of its own rank. With micro_batch it sees one part at a time.
+                   An encoder that draws numbers itself, as in dropout, draws others. DiffHard
+                   differs if the share of a rank is odd, or if ranks do not divide the batch of the
+                   game. If ranks cannot share evenly, a batch can have a few images more or fewer
+                   than in one process. An epoch then leaves out up to ranks − 1 images, other ones
+                   each time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
