@@ -55,6 +55,7 @@ STAGES["others"] = {
     "hard": {"loss": "hard"},
     "mined, hard": {"loss": "hard", "mined": 1},
     "mined, twice": {"mined": 1, "pairs": 2 * PAIRS, "like": "mined"},
+    "simclr, four times": {"pairs": 4 * PAIRS, "like": "simclr"},
 }
 QUESTIONS = """
 mined − simclr
@@ -78,6 +79,7 @@ mined, ot − mined
 hard − simclr
 mined, hard − mined
 mined, twice − simclr, twice
+mined 4 − simclr, four times
 """
 QUESTIONS = QUESTIONS.strip().split("\n")
 MAIN = ["mined − simclr", "mined − random", "mined − simclr, twice", "hcl − simclr"]
