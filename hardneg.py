@@ -133,9 +133,10 @@ class Options(TypedDict, total=False):
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
         mean 1. Debiasing takes a mean over the positives of an anchor, with weights of the same
-        kind. So with several columns of positives the function is called a second time, with their
-        logits (a, M). Logits of what does not count are −1e30. Blocks can call the function again
-        in the backward pass, so it has to give the same answer then, without random numbers.""",
+        kind. So if the loss is debiased, and there are several columns of positives, the function
+        is called a second time, with the logits (a, M) of positives. Logits of what does not count
+        are −1e30. Blocks can call the function again in the backward pass, so it has to give the
+        same answer then, without random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -144,9 +145,8 @@ class Options(TypedDict, total=False):
         """What is done with the weighted negatives. By default the loss decides. A function of your
         own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
         losses (a,). What does not count is −1e30. If all candidates of an anchor are masked, all
-        its logits and log weights of candidates are −1e30. For such an anchor return 0, for
-        example, so that −1e30 does not get into the loss. Like weights, the function must not draw
-        random numbers.""",
+        its logits and log weights of candidates are −1e30. For such an anchor return a finite
+        loss, such as 0. Like weights, the function must not draw random numbers.""",
     ]
     temperature: Annotated[
         float | Tensor,
@@ -302,8 +302,8 @@ def contrastive_loss(
     costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
     computes them again in each step, which takes A·N·D.
     From torch.func, you can use grad, jvp and hessian without a group. Then there are no blocks.
-    You cannot use vmap over inputs, as values are read. A hessian works, as its vmap runs over
-    gradients alone.
+    You cannot use vmap over inputs, as their values are read. A hessian works, although it uses
+    vmap. That vmap is over directions in which it differentiates, and not over inputs.
     Ref: PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
@@ -367,7 +367,7 @@ def answer(anchors, shared, options):
 
     # Count what anchors lack. Where a check is skipped, the count is known to be 0.
     if anchors.pos.shape[1] == 0:  # positives come by label or index alone, and may all be masked
-        no_positive = pos.amax(1) < FAR
+        no_positive = pos.amax(1) < FAR  # of `who`, not anchors.pos
         losses = losses.masked_fill(no_positive, 0)
         lacking[0] = no_positive.sum()
     if not shared.plain:
@@ -486,8 +486,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
     The quantile is that of candidates (a, N). If none are given, it is that of the logits. Ties
     with it are kept.
-    alpha is at least 1e-9, and k / N keeps the k nearest. Weights are 0 or 1 and not scaled, as [4]
-    takes the plain sum over those that are kept.
+    alpha is at least 1e-9. To keep the k nearest, pass alpha = k / N. Weights are 0 or 1 and not
+    scaled, as [4] takes the plain sum over those that are kept.
     Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
@@ -547,7 +547,7 @@ def own_rule(logits, weights):
         log_w = weights(logits.masked_fill(logits < FAR, MASKED))
         _check_result("weights", log_w, logits.shape)
     except Exception as error:
-        error.add_note("weights= gets some anchors at a time. For a matrix use log_weights=.")
+        error.add_note("weights= gets some anchors at a time. log_weights= takes a matrix.")
         raise
     log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
     return log_w.masked_fill(logits < FAR, MASKED)
@@ -849,15 +849,16 @@ class _Anchors(NamedTuple):
 
 class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient should be a field here. If
-    `_run_blocks` finds another one, it gives up blocks, and the whole batch is computed in one go.
-    In one process this only takes memory. Over ranks see the rules of section 7.
+    `_run_blocks` finds one that is not a field, it gives up blocks, and the whole batch is computed
+    in one go. In one process this only takes memory. Over ranks see the rules of section 7.
     A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
     fields, as `labels` does.
         a field of    without `negatives`                with `negatives`
         `_Anchors`    its B entries, once for each view  its first B entries, for the first view
         `_Shared`     `gather` of the one in `_Anchors`  its last K entries
     Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
-    to VARIANTS and DRAWN of the tests. New fields go last, and have a default."""
+    to VARIANTS of the tests, and to DRAWN of TestContrastiveLoss. New fields go last, and have a
+    default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -1015,13 +1016,13 @@ def who(anchors, shared, options):
 # in `named` of `_check_call`. Add a line to the table above `_line_up`. Then add the source to
 # `_who_is_who` of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
 #
-# The table below has all that masks, and what else has to know of it. To add an option that masks,
-# mask in `_mask_`, and add a row here. Always name the option in `plain` of `_line_up`. If it can
-# mask i for j, but not j for i, name it in `symmetric` of `_couple`, too. Then add it to DRAWN of
-# TestContrastiveLoss, and to `_who_is_who` of reference_numpy.py. If you forget `plain`, N_i is
-# wrong, and with the new entry in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn does
-# not converge, and warns of it. TestNamedPositives has a batch that is masked one way, as a model
-# for a test of yours.
+# The table below has all that masks, and says which of two flags it makes False. To add an option
+# that masks, mask in `_mask_`, and add a row here. Always name the option in `plain` of `_line_up`.
+# If it can mask i for j, but not j for i, name it in `symmetric` of `_couple`, too. Then add it to
+# DRAWN of TestContrastiveLoss, and to `_who_is_who` of reference_numpy.py. If you forget `plain`,
+# N_i is wrong, and with the new entry in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn
+# does not converge, and warns of it. TestNamedPositives has a batch that is masked one way, as a
+# model for a test of yours.
 #                       makes `plain` False   makes `symmetric` False
 #     own, in a batch   no                    no
 #     negative_mask     yes                   yes
@@ -1049,7 +1050,7 @@ def _mask_(neg, pos, anchors, shared, options):
 
 
 def _drop_(x, own, batch):
-    """Mask the columns own (A, any number) of each row of x, in place. −1 changes nothing."""
+    """Mask the columns own (a, any number) of each row of x, in place. −1 changes nothing."""
     if batch:  # there is no −1
         return x.scatter_(1, own, MASKED)
     values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)  # min(x, INF) is x
@@ -1375,9 +1376,10 @@ def _evaluate(anchors, shared, group, options):
         value, count = _over_ranks(value, count, group)
     if options["reduction"] == "mean":
         value = value / (count + (count == 0))  # 0 if no anchor has a positive
-    # If you add a term that is one number x, such as a penalty, add it to value here. With a group
-    # of R ranks add `_over_ranks(x, 0, group)[0] / R` instead. Its value is the mean of x over
-    # ranks. Once DDP has averaged the gradients of ranks, they are those of this mean, too.
+    # If you add a term that is one number x, such as a penalty, add it to value here. With "none"
+    # there can be no such term, as the losses were returned above. With a group of R ranks add
+    # `_over_ranks(x, 0, group)[0] / R` instead. Its value is the mean of x over ranks. Once DDP has
+    # averaged the gradients of ranks, they are those of this mean, too.
     return value
 
 
@@ -1547,8 +1549,8 @@ def _uncompiled(function, *arguments):
     return function(*arguments)
 
 
-# Ranks. A change that only computes with tensors that are there needs none of this. After any
-# other change run TestGather.
+# Ranks. If your change only computes with tensors that `answer` gets already, you can skip this
+# text. After any other change run TestGather.
 #     To add a term of the loss, see the comments in `_evaluate`.
 #     To add a reduction, see the last paragraph of this text.
 #     To add a check, see the head of section 8.
@@ -1559,11 +1561,12 @@ def _uncompiled(function, *arguments):
 #     "none". All ranks use the same options, and reach these in the same order.
 #   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
 #     backward pass of its own. All ranks must run it, or none. If they did not agree, some would
-#     wait forever. So decide for each call which of these it is.
-#       None runs it if the tensor has no gradient, or if you use the result only under no_grad.
-#       All run it if the result is a field of the `_Anchors` or the `_Shared` that `_evaluate`
-#       gets, or if such a field is computed from it. A function of the user's may ignore a field.
-#       So `_evaluate` adds an empty slice of each of these fields to the loss.
+#     wait forever, and TestGather would stop after five minutes. So decide for each call whether
+#     all ranks run it, or no rank.
+#       No rank runs it if the tensor has no gradient, or if you use the result only under no_grad.
+#       All ranks run it if the result is a field of the `_Anchors` or the `_Shared` that
+#       `_evaluate` gets, or if such a field is computed from it. A function of the user's may
+#       ignore a field. So `_evaluate` adds an empty slice of each of these fields to the loss.
 #     The calls in `_couple` need reasons of their own, as `_evaluate` does not see the `_Anchors`
 #     that `_couple` makes.
 #
@@ -1594,11 +1597,12 @@ def _uncompiled(function, *arguments):
 # communicates in the same way.
 #
 # The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
-# tensors with a gradient have to be on one device. The reason is that on one device the backward
-# pass is the forward pass in reverse. Each operation of the forward pass makes a node. A node can
-# run once the nodes of all operations that used its result have run. These operations came later.
-# Of the nodes that can run, autograd takes the one that was made last. TestGather checks this. So
-# the backward passes of `gather` run in the reverse order of the calls, on all ranks.
+# tensors with a gradient have to be on one device. For on one device the backward passes of
+# `gather` run in the reverse order of the calls, on all ranks. It comes about like this. Each
+# operation of the forward pass makes a node. A node can run once the nodes of all operations that
+# used its result have run. These operations came later. Of the nodes that can run, autograd takes
+# the one that was made last. TestGather checks this. So the backward pass is the forward pass in
+# reverse.
 #   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
 #     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
 #     graph ends at copies.
@@ -1613,7 +1617,7 @@ def _uncompiled(function, *arguments):
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
 # the anchors of rank r.
 #   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
-#     have a positive. Each rank returns it.
+#     have a positive. Each rank returns this loss.
 #   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
 #     gradients over ranks in its backward pass.
 #   - DDP, or `_average` in section 10, then takes the mean over ranks. This divides by R. To undo
@@ -1780,7 +1784,8 @@ def _warn(message):
 # Allocate 31 MiB, and free them at once. From then on glibc keeps freed memory up to that size, and
 # uses it again. Otherwise it would return the matrix of each block to the operating system. Large
 # losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. If float64
-# is torch's default dtype, it would be 62 MiB, so the line does nothing. No result depends on it.
+# is torch's default dtype, these are 62 MiB, which is above that limit and has no effect. No result
+# depends on it.
 torch.empty(31 * 2**18, device="cpu")
 
 DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
@@ -2565,6 +2570,8 @@ class Game(nn.Module):
 
 
 # ---- 12. Training: methods, and one loop that trains an encoder by any of them
+# The tests are TestBank, TestMicroBatches, TestSchedules and TestTraining. TestGame has DiffHard,
+# and training/test_ranks.py has `group`.
 
 # A method is a SimCLR, or a subclass with more state. It has two calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
@@ -2587,7 +2594,8 @@ class Game(nn.Module):
 #     call torch.clear_autocast_cache(). `_descend` does so, too.
 #   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
 #     for `after_step` need not be saved, as a run is saved after both.
-#   - It draws numbers for samples by `_drawn`, as all ranks have the same seed.
+#   - It draws numbers for samples by `_drawn`. All ranks have the same seed, so otherwise they
+#     would draw the same numbers for different samples.
 #   - Whatever it changes ends up equal on all ranks. The loop sees to that only for the gradients
 #     of its own optimizer, and for BatchNorm. Vectors of spectral norms stay equal if all ranks
 #     have equal weights and make equally many passes in train mode.
@@ -2745,15 +2753,15 @@ class DiffHard(SimCLR):
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
-    time, which saves memory. Call it with tensors, dicts of tensors and keywords, whose rows are
-    samples. The samples are split evenly. BatchNorm may refuse one sample. So if micro_batch
-    is 2 or more, every part has at least two, unless the whole batch is one sample. With 2 an odd
-    batch has one part of three samples. With 1 every part is one sample, which suits encoders
-    without BatchNorm.
+    time, which saves memory. Its arguments, by position or by keyword, are tensors or dicts of
+    tensors, whose rows are samples. The samples are split evenly. BatchNorm may refuse one sample.
+    So if micro_batch is 2 or more, every part has at least two, unless the whole batch is one
+    sample. With 2 an odd batch has one part of three samples. With 1 every part is one sample,
+    which suits encoders without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
-    twice. If you use DistributedDataParallel, do not pass the wrapped module as encoder. Wrap a
-    module whose forward calls the returned function.
+    twice. With DistributedDataParallel, pass the bare encoder here. Write a module whose forward
+    calls the function that is returned here, and wrap that module.
     Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
@@ -2766,6 +2774,7 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
             found = f"{sorted(sizes)} rows" if sizes else "no tensors"
             raise InvalidArgument(f"All inputs must have equally many rows. They have {found}.")
         n = sizes.pop()
+        # at most n / 2 parts, so that each has two samples, unless micro_batch is 1
         count = max(1, min(math.ceil(n / micro_batch), n // min(micro_batch, 2)))
         columns = [  # for each input its parts
             x.tensor_split(count) if torch.is_tensor(x) and x.ndim > 0 else [x] * count
@@ -2841,17 +2850,18 @@ class Training:
                    the hardware computes in bfloat16. On a CPU torch 2.10 does not say it, so
                    there the default is off.
     seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
-                   to rounding.
+                   to rounding. If the encoder draws numbers itself, as in dropout, seed torch, too.
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks divide each batch evenly, any number of them
-                   makes the same run up to rounding. There are three exceptions. On a CPU BatchNorm
-                   sees only the share of its own rank. With micro_batch it sees one part at a time.
-                   An encoder that draws numbers itself, as in dropout, draws others. DiffHard
-                   differs if the share of a rank is odd, or if ranks do not divide the batch of the
-                   game. If ranks cannot share evenly, a batch can have a few images more or fewer
-                   than in one process. An epoch then leaves out up to ranks − 1 images, other ones
-                   each time.
+                   makes the same run up to rounding. But three things differ. First, BatchNorm sees
+                   fewer images at a time. On a CPU it sees the share of its own rank, and with
+                   micro_batch one part of that. Second, an encoder that draws numbers itself, as in
+                   dropout, draws others. Third, DiffHard differs if the share of a rank is odd, or
+                   if ranks do not divide the batch of the game.
+                   If ranks cannot share evenly, a batch can have a few images more or fewer than in
+                   one process. An epoch then leaves out up to ranks − 1 images, other ones each
+                   time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 
