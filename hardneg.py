@@ -132,9 +132,9 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. Debiasing takes a mean over the positives of an anchor, with weights of the same
-        kind. So if the loss is debiased, and there are several columns of positives, the function
-        is called a second time, with the logits (a, M) of positives. Logits of what does not count
+        mean 1. Debiasing takes a mean over the positives of an anchor, which this function weighs,
+        too. So if the loss is debiased, and there are several columns of positives, it is called a
+        second time, with the logits (a, M) of positives. Logits of what does not count
         are −1e30. Blocks can call the function again in the backward pass, so it has to give the
         same answer then, without random numbers.""",
     ]
@@ -317,7 +317,7 @@ def contrastive_loss(
         value = _evaluate(anchors, shared, group, options)
         # A NaN in the embedding of a masked candidate can leave the loss finite, and make the
         # gradient NaN. These checks come last, so that no rank stops while others wait for it in
-        # this call.
+        # this call. With a group on CPUs `_check_ranks` has seen the views of all ranks before.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -367,7 +367,7 @@ def answer(anchors, shared, options):
 
     # Count what anchors lack. Where a check is skipped, the count is known to be 0.
     if anchors.pos.shape[1] == 0:  # positives come by label or index alone, and may all be masked
-        no_positive = pos.amax(1) < FAR  # of `who`, not anchors.pos
+        no_positive = pos.amax(1) < FAR  # this pos is that of `who`
         losses = losses.masked_fill(no_positive, 0)
         lacking[0] = no_positive.sum()
     if not shared.plain:
@@ -420,10 +420,11 @@ MASKED, FAR = -1e30, -1e20
 #     logits      the logits to weigh. They are those of candidates. In a second call, which
 #                 debiasing makes, they are those of positives
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   a number g_j for each candidate, (N,), which gives all candidates the same total
-#                 weight. Add it to the log weights. If a rule has this parameter, section 5 first
-#                 calls the rule with g = 0, and finds g from what it returns. For positives g is 0,
-#                 too. A g of 0 is the float 0.0, and not a tensor
+#     potential   numbers g_j (N,), one for each candidate. With them the weights of a candidate,
+#                 summed over all anchors, are the same for all candidates. Add them to the
+#                 log weights. If a rule has this parameter, section 5 first calls the rule with g =
+#                 0, and finds g from what it returns. For positives g is 0, too. A g of 0 is the
+#                 float 0.0, and not a tensor
 #     t           the temperature. Take this, not the option `temperature`. A block works on its own
 #                 copy of a learned temperature, and t is that copy. A rule that takes the option
 #                 uses the original. Section 7 notices this, and computes all anchors in one go. The
@@ -457,8 +458,8 @@ MASKED, FAR = -1e30, -1e20
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    Masked logits keep their −1e30. So you can add this to log weights, to mask where logits are
-    masked."""
+    Masked logits keep their −1e30. So log_w + uniform(logits) is masked wherever the logits
+    are masked."""
     # hardshrink(x) is 0 if |x| ≤ 1e20, and else x. It is several times as fast as a boolean mask.
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
@@ -492,8 +493,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     n = (candidates > FAR).sum(-1, keepdim=True)
     # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
-    # billionths. int() rounds α down to them. That makes αN smaller by less than N / 1e9, which is
-    # below 1. So for α = k / N it is above k − 1, and its ceiling is still k. For example 2/3
+    # billionths. int() rounds α down to them. That makes αN smaller by less than N / 1e9, so by
+    # less than 1 if N is below 1e9. For α = k / N the ceiling is still k. For example 2/3
     # becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2. Rounded up, α
     # would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
@@ -816,7 +817,7 @@ class _Anchors(NamedTuple):
     to VARIANTS of the tests, so that TestGather compares it.
     The field `own` lists the columns of the anchor's own sample. `plain`, a field of `_Shared`,
     says that `answer` knows N_i without counting. `own` has four sources. For each source the table
-    says what the entries of a row of `own` are like, and which value `plain` has.
+    says what the entries of a row of `own` are like, and whether `plain` can be True.
         source               entries differ   −1 occurs   entries are positives   `plain`
         batch                yes              no          no                      True or False
         negatives, no index  there are none   no          no                      True or False
@@ -874,20 +875,15 @@ class _Shared(NamedTuple):
 
 # What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more.
 #     views   negatives   and                      `own`                     positives
-#     2+      no          nothing else             columns of the sample     the other views
-#     2+      no          labels and ppcl          columns of the sample     the other views, and
-#                                                                            others of its label
-#     2+      no          labels, not ppcl         columns of the sample     the other views
+#     2+      no          labels or nothing        columns of the sample     the other views
 #     1       no          labels                   column of the sample      others of its label
 #     1       yes         labels                   no columns                rows of its label
 #     2+      yes         labels or nothing        no columns                the other views
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
-# With the objective ppcl and labels, every line with `negatives` has the rows of the sample's label
-# as positives, too. Rows that positive_index names are left out of these. With one view they are
-# positives already. With more views they count as the anchor's own sample, whose positives are the
-# other views.
+# If labels are given, the objective ppcl adds positives to every line. They are the columns of the
+# sample's label that are not in `own`. Lines that have these already stay as they are.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1134,8 +1130,8 @@ def sinkhorn(
 
     Embeddings in tight clusters take many steps with symmetric=False, and mostly few with True. A
     mask can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone,
-    and their totals are equal. Then nothing of candidate 1 is left for other anchors. Such masks
-    take many steps, too.
+    and their totals in the coupling are equal. Then nothing of candidate 1 is left for other
+    anchors. Such masks take many steps, too.
     Ref: [2] Eq. 5"""
     # benchmarks/THEOREMS.md says how fast it converges, and why.
     _check_number("max_steps", max_steps, 1)
@@ -1329,7 +1325,7 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
         fewest = (log_w > FAR).sum(-1).amin()
         if k > fewest:
             raise InvalidArgument(f"k is {k}, but a row of log_w has {fewest} above −1e20.")
-    # the largest of log w_j − log(exponential noise) is j with probability w_j / Σ_l w_l
+    # the largest of log w_j − log(exponential noise) is that of j with probability w_j / Σ_l w_l
     noise = torch.empty_like(log_w).exponential_(generator=generator)
     noise = noise.log().clamp_min(-99)  # without the clamp −∞ − log 0 would be NaN
     return (log_w - noise).topk(k).indices
@@ -1511,9 +1507,9 @@ class _Attach(torch.autograd.Function):
         reduction     find                        tensors
         mean or sum   `_times`                    the gradients, which are known
         "none"        computes the blocks again   all tensors of the blocks. `find` has them
-                                                  already, and ignores these. They are saved so
-                                                  that autograd raises an error if the caller
-                                                  changes one of them in place"""
+                                                  already, and ignores this argument. Saving
+                                                  them lets autograd raise an error if the
+                                                  caller changes one of them in place"""
 
     @staticmethod
     def forward(ctx, value, find, tensors, *inputs):
@@ -1567,8 +1563,8 @@ def _uncompiled(function, *arguments):
 #       All ranks run it if the result is a field of the `_Anchors` or the `_Shared` that
 #       `_evaluate` gets, or if such a field is computed from it. A function of the user's may
 #       ignore a field. So `_evaluate` adds an empty slice of each of these fields to the loss.
-#     The calls in `_couple` need reasons of their own, as `_evaluate` does not see the `_Anchors`
-#     that `_couple` makes.
+#     These slices do not cover what `_couple` gathers, as `_evaluate` does not get it. So each call
+#     in `_couple` needs a reason of its own, why all ranks or no rank run its backward pass.
 #
 # This table has all calls of `gather` that concern a loss. It leaves out checks, whose calls have
 # no gradient.
@@ -1576,11 +1572,11 @@ def _uncompiled(function, *arguments):
 #     candidates                `_line_up`    on all ranks, as they are a field
 #     rows for `negatives`      user's code   on all ranks, as candidates are computed from them
 #     labels of candidates      `_line_up`    never, as they have no gradient
-#     `scaled`                  `_couple`     on all ranks, as g is computed from it, and is the
-#                                             field `potential`; if weights are detached, never, as
-#                                             the kernel has no graph
-#     `pos`                     `_couple`     never, as `kernel_of` drops what `who` returns for
-#                                             pos, and `_mask_` reads it under no_grad
+#     `scaled`                  `_couple`     on all ranks, as the field `potential` is computed
+#                                             from it; never if weights are detached, as then the
+#                                             potential has no gradient
+#     `pos`                     `_couple`     never, as `_mask_` reads it under no_grad, and
+#                                             `kernel_of` drops the pos of `who`
 #     `negatives`               `_couple`     never, as `_check_negatives` refuses (B, K, D)
 #     other fields              `_couple`     never, as they have no gradient
 #
@@ -1597,21 +1593,21 @@ def _uncompiled(function, *arguments):
 # communicates in the same way.
 #
 # The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
-# tensors with a gradient have to be on one device. For on one device the backward passes of
-# `gather` run in the reverse order of the calls, on all ranks. It comes about like this. Each
-# operation of the forward pass makes a node. A node can run once the nodes of all operations that
-# used its result have run. These operations came later. Of the nodes that can run, autograd takes
-# the one that was made last. TestGather checks this. So the backward pass is the forward pass in
-# reverse.
+# tensors with a gradient have to be on one device. Then the backward passes of `gather` run in
+# the reverse order of the calls, on all ranks. This is why. Each operation of the forward pass
+# makes a node. A node can run once the nodes of all operations that used its result have run. These
+# operations came later. Of the nodes that can run, autograd takes the one that was made last. So it
+# goes through the forward pass in reverse. TestGather checks this. Only the nodes that add up the
+# gradient of a parameter run as soon as they can.
 #   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
 #     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
 #     graph ends at copies.
 #   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch,
 #     see section 12, each part of a batch is embedded again in its own backward pass. There it
 #     communicates again, in the same order on all ranks.
-#   - DDP sends the gradient of a parameter once it is complete. That is when the backward pass has
-#     reached the earliest operation that used the parameter. All ranks have to use the same
-#     parameters, those of a user's function included.
+#   - DDP sends the gradient of a parameter once it is complete. That is as soon as the backward
+#     pass has gone through the earliest operation that used the parameter, on all ranks alike. All
+#     ranks have to use the same parameters, those of a user's function included.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
 #
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1811,8 +1807,8 @@ def _explained():
     return "\n".join(entries)
 
 
-contrastive_loss.__doc__ = f"{contrastive_loss.__doc__}\n\n{_explained()}"
-ContrastiveLoss.__doc__ = f"{ContrastiveLoss.__doc__}\n\n{_explained()}"
+contrastive_loss.__doc__ = f"{inspect.getdoc(contrastive_loss)}\n\n{_explained()}"
+ContrastiveLoss.__doc__ = f"{inspect.getdoc(ContrastiveLoss)}\n\n{_explained()}"
 
 
 def resolve(given):
@@ -2210,7 +2206,7 @@ class MemoryBank(nn.Module):
     rows        (K, D), the rows to begin with. They become a buffer, which has no gradient.
     momentum    m, in [0, 1).
 
-    Ref: [4] 5.1; [8]"""
+    Ref: [4] 5.1; [7]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
@@ -2596,9 +2592,9 @@ class Game(nn.Module):
 #     for `after_step` need not be saved, as a run is saved after both.
 #   - It draws numbers for samples by `_drawn`. All ranks have the same seed, so otherwise they
 #     would draw the same numbers for different samples.
-#   - Whatever it changes ends up equal on all ranks. The loop sees to that only for the gradients
-#     of its own optimizer, and for BatchNorm. Vectors of spectral norms stay equal if all ranks
-#     have equal weights and make equally many passes in train mode.
+#   - It sees to it that whatever it changes is equal on all ranks in the end. The loop does so for
+#     the gradients of its own optimizer, and for BatchNorm. Vectors of spectral norms stay equal if
+#     all ranks have equal weights and make equally many passes in train mode.
 # To test a method of this file, add it to METHODS in test_hardneg.py, and to METHODS in
 # training/test_training.py, which the tests over ranks use, too.
 # If you change the order in which a step draws numbers, a seed gives another run. TestTraining
@@ -2760,8 +2756,8 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     which suits encoders without BatchNorm.
     The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
     BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
-    twice. With DistributedDataParallel, pass the bare encoder here. Write a module whose forward
-    calls the function that is returned here, and wrap that module.
+    twice. With DistributedDataParallel, do not pass a wrapped encoder. Write a module whose
+    forward calls the returned function, and wrap that module in DistributedDataParallel.
     Ref: [11]"""
     _check_number("micro_batch", micro_batch, 1)
 
@@ -2825,8 +2821,9 @@ RECIPES = {
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
     "adam": {"epochs": 400, "batch_size": 256, "lr": 1e-3, "weight_decay": 1e-6},
 }
-# The first entry is called with groups of parameters, lr and fused=. The second one multiplies lr
-# at a progress in [0, 1).
+# recipe: two functions. The first one gets groups of parameters, lr and fused=, and makes the
+# optimizer. The second one gets the progress in [0, 1), and that of one step, and returns the
+# factor of lr.
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
     "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
@@ -2838,9 +2835,9 @@ class Training:
     """Train an Encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
 
     encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
-    images         uint8 (n, 3, H, W), on the encoder's device. To save its memory they may be on
-                   the CPU. You can also pass an object with len(images) and images.device, if
-                   images[index] is a tensor of the rows at an index (B,).
+    images         uint8 (n, 3, H, W), on the encoder's device. To save memory of the device they
+                   may be on the CPU. You can also pass an object with len(images) and
+                   images.device, if images[index] is a tensor of the rows at an index (B,).
     method         A SimCLR, Bank or DiffHard, or a method of your own.
     recipe         A row of RECIPES.
     schedules      Functions that give options of the loss from the progress in [0, 1), such as
@@ -2854,11 +2851,12 @@ class Training:
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks divide each batch evenly, any number of them
-                   makes the same run up to rounding. But three things differ. First, BatchNorm sees
-                   fewer images at a time. On a CPU it sees the share of its own rank, and with
-                   micro_batch one part of that. Second, an encoder that draws numbers itself, as in
-                   dropout, draws others. Third, DiffHard differs if the share of a rank is odd, or
-                   if ranks do not divide the batch of the game.
+                   makes the same run up to rounding. But three things differ. First, BatchNorm. On
+                   a CPU it sees the images of its own rank alone, and with micro_batch one part of
+                   these. On a GPU it becomes SyncBatchNorm, which sees the images of all ranks.
+                   With micro_batch that is one part of each rank. Second, an encoder that draws
+                   numbers itself, as in dropout, draws others. Third, DiffHard differs if the share
+                   of a rank is odd, or if ranks do not divide the batch of the game.
                    If ranks cannot share evenly, a batch can have a few images more or fewer than in
                    one process. An epoch then leaves out up to ranks − 1 images, other ones each
                    time.
