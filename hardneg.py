@@ -132,11 +132,11 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. Debiasing takes a mean over the positives of an anchor, which this function weighs,
-        too. So if the loss is debiased, and there are several columns of positives, it is called a
-        second time, with the logits (a, M) of positives. Logits of what does not count
-        are −1e30. Blocks can call the function again in the backward pass, so it has to give the
-        same answer then, without random numbers.""",
+        mean 1. Debiasing takes a weighted mean over the positives of an anchor. This function gives
+        these weights, too. So if the loss is debiased, and there are several columns of positives,
+        it is called a second time, with the logits (a, M) of positives. Logits of what does not
+        count are −1e30. Blocks can call the function again in the backward pass, so it has to give
+        the same answer then, without random numbers.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
@@ -304,7 +304,7 @@ def contrastive_loss(
     From torch.func, you can use grad, jvp and hessian without a group. Then there are no blocks.
     You cannot use vmap over inputs, as their values are read. A hessian works, although it uses
     vmap. That vmap is over directions in which it differentiates, and not over inputs.
-    Ref: PRESETS"""
+    Ref: see PRESETS"""
     options = resolve(options)
     given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
     _check_call(options, views, given)
@@ -317,7 +317,8 @@ def contrastive_loss(
         value = _evaluate(anchors, shared, group, options)
         # A NaN in the embedding of a masked candidate can leave the loss finite, and make the
         # gradient NaN. These checks come last, so that no rank stops while others wait for it in
-        # this call. With a group on CPUs `_check_ranks` has seen the views of all ranks before.
+        # this call. With a group on CPUs no view fails here, as `_check_ranks` has looked at
+        # those of all ranks.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -730,11 +731,11 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. In the code log E is log_negatives − log_total.
-# Some anchors have no negatives. Without candidates log_negatives is −2e30, the sum of a masked
-# logit and a masked log weight, and log_total is −1e30. If a rule drops all candidates,
-# log_negatives and log_total are both about −1e30. Their difference log E is noise then, a rounding
-# error of up to 1e23. `published` turns any log E into a finite number with a finite gradient. So
-# its result does not show that an anchor has no negatives. log_total shows it, as it is below FAR.
+# Some anchors have no negatives. log_total shows this, as it is below FAR then. log E does not show
+# it. Without candidates log_negatives is −2e30, the sum of a masked logit and a masked log weight,
+# and log_total is −1e30. So log E is −1e30. If a rule drops all candidates, log_negatives and
+# log_total are both about −1e30. Their difference log E is a mere rounding error, of up to 1e23.
+# That does no harm, as `published` makes a finite number with a finite gradient of any log E.
 # These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
@@ -814,15 +815,15 @@ class _Anchors(NamedTuple):
     `_line_up`, and fill the field there. If it masks, see `_mask_`, too. New fields go last and
     default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
     ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
-    to VARIANTS of the tests, so that TestGather compares it.
+    to VARIANTS of test_hardneg.py, so that TestGather compares it.
     The field `own` lists the columns of the anchor's own sample. `plain`, a field of `_Shared`,
     says that `answer` knows N_i without counting. `own` has four sources. For each source the table
     says what the entries of a row of `own` are like, and whether `plain` can be True.
         source               entries differ   −1 occurs   entries are positives   `plain`
-        batch                yes              no          no                      True or False
-        negatives, no index  there are none   no          no                      True or False
-        positive_index       yes, except −1   yes         yes, if V is 1          False
-        `mine`               not ensured      yes         yes                     False
+        batch                yes              no          no                      can be True
+        negatives, no index  there are none   no          no                      can be True
+        positive_index       yes, except −1   yes         yes, if V is 1          is False
+        `mine`               not ensured      yes         yes                     is False
     For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
     In `mine` that does no harm, as only the largest of the positives is used there.
     A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
@@ -858,8 +859,8 @@ class _Shared(NamedTuple):
         `_Anchors`    its B entries, once for each view  its first B entries, for the first view
         `_Shared`     `gather` of the one in `_Anchors`  its last K entries
     Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
-    to VARIANTS of the tests, and to DRAWN of TestContrastiveLoss. New fields go last, and have a
-    default."""
+    to VARIANTS of test_hardneg.py, and to DRAWN of TestContrastiveLoss. New fields go last, and
+    have a default."""
 
     t: Tensor | float  # (), if it is a tensor
     n: int  # N
@@ -882,8 +883,8 @@ class _Shared(NamedTuple):
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
-# If labels are given, the objective ppcl adds positives to every line. They are the columns of the
-# sample's label that are not in `own`. Lines that have these already stay as they are.
+# If labels are given, the objective ppcl takes all columns of the sample's label as positives that
+# are not in `own`. The second and the third line have these already. In the others they are added.
 # Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
 
 
@@ -1366,7 +1367,8 @@ def _evaluate(anchors, shared, group, options):
     if options["reduction"] == "none":
         return value
     # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
-    # with a positive.
+    # with a positive. To divide a mean by another number, such as a sum of weights of anchors, let
+    # it take the place of count here.
     value, count = value.sum(), n_anchors - lacking[0]
     if group is not None:
         value, count = _over_ranks(value, count, group)
@@ -1400,7 +1402,7 @@ def _block_size(anchors, shared, options):
         return options["block_size"]
     pairs = _pairs_in_a_block(anchors)
     # Any number would give the same result up to rounding. A small batch is faster without blocks.
-    # A single block takes 1.3 times as long at 2^14 pairs, and 1.1 times at 2^18.
+    # As a single block, 2^14 pairs take 1.3 times as long as without blocks, and 2^18 pairs 1.1.
     if len(anchors.scaled) * shared.n <= pairs / 4:
         return 0
     return max(64, pairs // shared.n)
@@ -1454,8 +1456,8 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
     # mode off, but the gradient of grad_losses · losses needs it on.
     with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
         # The tensors of `everyone` are leaves that all blocks share. Compute nothing from them
-        # before the loop. All blocks would share that graph, and the first backward pass would free
-        # it.
+        # before the loop. Otherwise all blocks would share the graph of what you computed, and the
+        # first backward pass would free it.
         everyone = _copy(shared)
         for start in range(0, len(losses), size):
             rows = slice(start, start + size)
@@ -1463,9 +1465,9 @@ def _run_blocks(anchors, shared, options, size, grad_losses):
             found = answer(some, everyone, options)
             # The graph must end in the copies alone. Another leaf is a parameter that is hidden in
             # a function of the user's. Its gradient would be missing in the result. Look for it
-            # before the backward pass, which would add to the parameter's gradient. Earlier blocks
-            # may have run their backward passes, if they did not use the parameter. That does no
-            # harm, as their gradients are in copies, which are dropped. TestFunctions has such
+            # before the backward pass, which would add to the parameter's gradient. If only a
+            # later block uses the parameter, earlier blocks have run their backward passes by then.
+            # Their gradients are in copies, and are dropped with these. TestFunctions has such
             # functions, with parameters that only the losses of some anchors depend on.
             if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
                 return None
@@ -1590,15 +1592,17 @@ def _uncompiled(function, *arguments):
 # Losses over ranks may be compiled. If a new argument is gathered, pass it in the compiled case of
 # TestGather as well. Code that communicates needs no `_uncompiled`, unless it reads values.
 # TestGather runs on CPUs alone. On a GPU the checks of section 8 do not communicate. All else
-# communicates in the same way.
+# communicates in the same way. If you have two GPUs, compare the losses of train.py under torchrun
+# with those of one process.
 #
 # The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
 # tensors with a gradient have to be on one device. Then the backward passes of `gather` run in
 # the reverse order of the calls, on all ranks. This is why. Each operation of the forward pass
 # makes a node. A node can run once the nodes of all operations that used its result have run. These
 # operations came later. Of the nodes that can run, autograd takes the one that was made last. So it
-# goes through the forward pass in reverse. TestGather checks this. Only the nodes that add up the
-# gradient of a parameter run as soon as they can.
+# goes through the forward pass in reverse. TestGather checks this. One kind of
+# node does not wait for its turn. It adds up the gradient of a parameter, and runs as soon as it
+# can. It does not change the order of the others.
 #   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
 #     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
 #     graph ends at copies.
@@ -1608,6 +1612,8 @@ def _uncompiled(function, *arguments):
 #   - DDP sends the gradient of a parameter once it is complete. That is as soon as the backward
 #     pass has gone through the earliest operation that used the parameter, on all ranks alike. All
 #     ranks have to use the same parameters, those of a user's function included.
+#   - What can hang is a `gather` under a condition on values, or one whose result only some ranks
+#   use.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
 #
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1937,7 +1943,8 @@ def _check_negatives(negatives, views, options, labels, group):
 
 
 def _check_tensor(name, x, kind, *shapes, hint="", required=False):
-    """Check a tensor. If it is not required, None passes, and a list unless kind is "float".
+    """Check a tensor. If it is not required, None passes. Then a list passes, too, unless kind is
+    "float".
     kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any length
     above 0. The hint ends the message of an error."""
     if x is None and not required:
@@ -2583,8 +2590,8 @@ class Game(nn.Module):
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
-#     their gradients before the backward pass. After that pass it averages these gradients over
-#     ranks, and steps its optimizers, as DiffHard does.
+#     their gradients before the backward pass that fills them, be it of the loop or its own. After
+#     that pass it averages these gradients over ranks, and steps its optimizers, as DiffHard does.
 #   - In bfloat16 a forward pass keeps 16-bit copies of the weights that it used. After a step of an
 #     optimizer they are out of date, and later passes would still use them. So after such a step
 #     call torch.clear_autocast_cache(). `_descend` does so, too.
@@ -2854,9 +2861,9 @@ class Training:
                    makes the same run up to rounding. But three things differ. First, BatchNorm. On
                    a CPU it sees the images of its own rank alone, and with micro_batch one part of
                    these. On a GPU it becomes SyncBatchNorm, which sees the images of all ranks.
-                   With micro_batch that is one part of each rank. Second, an encoder that draws
-                   numbers itself, as in dropout, draws others. Third, DiffHard differs if the share
-                   of a rank is odd, or if ranks do not divide the batch of the game.
+                   With micro_batch it sees a part of these images at a time. Second, an encoder
+                   that draws numbers itself, as in dropout, draws others. Third, DiffHard differs
+                   if the share of a rank is odd, or if ranks do not divide the batch of the game.
                    If ranks cannot share evenly, a batch can have a few images more or fewer than in
                    one process. An epoch then leaves out up to ranks − 1 images, other ones each
                    time.
