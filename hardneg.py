@@ -176,8 +176,8 @@ class Options(TypedDict, total=False):
         str,
         "sqeuclidean",
         COSTS,
-        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. [2] takes ½d²,
-        and e^{d² − κ} in VII-C. To have that κ, multiply epsilon by e^κ.""",
+        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. [2] takes ½d².
+        In VII-C it takes e^{d² − κ}, for a number κ. For that multiply epsilon by e^κ.""",
     ]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
@@ -421,11 +421,10 @@ MASKED, FAR = -1e30, -1e20
 #     logits      the logits to weigh. They are those of candidates. In a second call, which
 #                 debiasing makes, they are those of positives
 #     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   numbers g_j (N,), one for each candidate. With them the weights of a candidate,
-#                 summed over all anchors, are the same for all candidates. Add them to the
-#                 log weights. If a rule has this parameter, section 5 first calls the rule with g =
-#                 0, and finds g from what it returns. For positives g is 0, too. A g of 0 is the
-#                 float 0.0, and not a tensor
+#     potential   numbers g_j (N,), one for each candidate, to be added to the log weights. They
+#                 make the sum of weights over all anchors equal for all candidates. If a rule has
+#                 this parameter, section 5 first calls the rule with g = 0, and finds g from what
+#                 it returns. For positives g is 0, too. A g of 0 is the float 0.0, and not a tensor
 #     t           the temperature. Take this, not the option `temperature`. A block works on its own
 #                 copy of a learned temperature, and t is that copy. A rule that takes the option
 #                 uses the original. Section 7 notices this, and computes all anchors in one go. The
@@ -731,12 +730,12 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. In the code log E is log_negatives − log_total.
-# Some anchors have no negatives. log_total shows this, as it is below FAR then. log E does not show
-# it. Without candidates log_negatives is −2e30, the sum of a masked logit and a masked log weight,
-# and log_total is −1e30. So log E is −1e30. If a rule drops all candidates, log_negatives and
-# log_total are both about −1e30. Their difference log E is a mere rounding error, of up to 1e23.
-# That does no harm, as `published` makes a finite number with a finite gradient of any log E.
-# These cases come up.
+# Some anchors have no negatives. log_total shows this, as it is below FAR then. log E shows it in
+# one of two cases. Without candidates log_negatives is −2e30, the sum of a masked logit and a
+# masked log weight, and log_total is −1e30. So log E is −1e30. If a rule drops all candidates,
+# log_negatives and log_total are both about −1e30. Their difference log E is a mere rounding error,
+# of up to 1e23. That does no harm, as `published` makes a finite number with a finite gradient of
+# any log E. These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     with too little left     finite    finite   the floor             finite      finite
@@ -819,11 +818,12 @@ class _Anchors(NamedTuple):
     The field `own` lists the columns of the anchor's own sample. `plain`, a field of `_Shared`,
     says that `answer` knows N_i without counting. `own` has four sources. For each source the table
     says what the entries of a row of `own` are like, and whether `plain` can be True.
-        source               entries differ   −1 occurs   entries are positives   `plain`
-        batch                yes              no          no                      can be True
-        negatives, no index  there are none   no          no                      can be True
-        positive_index       yes, except −1   yes         yes, if V is 1          is False
-        `mine`               not ensured      yes         yes                     is False
+        source               entries differ   −1 occurs   give the positives   `plain`
+        batch                yes              no          no                   can be True
+        negatives, no index  there are none   no          no                   can be True
+        positive_index       yes, except −1   yes         yes, if V is 1       is False
+        `mine`               not ensured      yes         yes                  is False
+    In a batch the columns of the positives are in `own`, too, but their logits come from `pos`.
     For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
     In `mine` that does no harm, as only the largest of the positives is used there.
     A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
@@ -832,8 +832,9 @@ class _Anchors(NamedTuple):
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views. No entry of this field may be
     #              MASKED. If it has a column, `answer` assumes that every anchor has a positive.
-    #              `who` returns a pos of its own, which has these and more. It appends positives by
-    #              label, or, with one view, takes those by index. Those may be MASKED
+    #              `who` returns another pos. It has this field and the positives by label. With one
+    #              view this field has no column, and the other pos may have the positives by index.
+    #              What it adds may be MASKED
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -853,11 +854,11 @@ class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient should be a field here. If
     `_run_blocks` finds one that is not a field, it gives up blocks, and the whole batch is computed
     in one go. In one process this only takes memory. Over ranks see the rules of section 7.
-    A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills two
-    fields, as `labels` does.
-        a field of    without `negatives`                with `negatives`
-        `_Anchors`    its B entries, once for each view  its first B entries, for the first view
-        `_Shared`     `gather` of the one in `_Anchors`  its last K entries
+    A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills a field
+    of `_Anchors`, as `labels`, and one of `_Shared`, as `candidate_labels`.
+        in                     the field of `_Anchors` has           the field of `_Shared` has
+        a batch                its B entries, once for each view     `gather` of that field
+        a call with negatives  its first B entries, of the anchors   its last K entries
     Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
     to VARIANTS of test_hardneg.py, and to DRAWN of TestContrastiveLoss. New fields go last, and
     have a default."""
@@ -883,9 +884,10 @@ class _Shared(NamedTuple):
 #     2+      yes         positive_index           rows that it names        the other views
 #     1       yes         positive_index           rows that it names        these rows
 # A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
-# If labels are given, the objective ppcl takes all columns of the sample's label as positives that
-# are not in `own`. The second and the third line have these already. In the others they are added.
-# Candidates in `own` are masked. If there are labels, those of the sample's label are masked, too.
+# If labels are given, the objective ppcl takes as positives all columns that have the sample's
+# label and are not in `own`. Lines 2 and 3 have these already. In lines 1, 4, 5 and 6 they are
+# added. Candidates in `own` are masked. If there are labels, those of the sample's label are
+# masked, too.
 
 
 def _line_up(options, views, given):
@@ -1182,9 +1184,9 @@ def _zero_if_masked(x):
 
 def _stops(error, step, max_steps, tolerance):
     """Whether Sinkhorn stops here. All ranks couple the same rows in the same blocks. So they have
-    the same error, and stop at the same step. If rounding differed, their g would differ a little.
-    No rank would wait, as the loop does not communicate. On a GPU the error is read only in every
-    eighth step and in the last one, since the host waits for it."""
+    the same error, and stop at the same step. Even if rounding differed, nothing would hang, as
+    the loop does not communicate. Only g would differ a little. On a GPU the error is read only in
+    every eighth step and in the last one, since the host waits for it."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
@@ -1439,8 +1441,8 @@ def _in_blocks(anchors, shared, options, size):
 def _run_blocks(anchors, shared, options, size, grad_losses):
     """Compute losses (A,), what anchors lack, and the gradients of grad_losses · losses, by blocks.
     grad_losses (A,) is the gradient of the final value by each loss. If it is None, no gradients
-    are computed. If a function of the user's learns something, its gradient would be missing here.
-    Then the result is None. There are four situations:
+    are computed. A function of the user's can have parameters that learn. Their gradient
+    would be missing here, so then the result is None. There are four situations:
         reduction      pass                grad_losses      grad mode in the loop   what is used
         any            forward, no_grad    None             off                     losses, lacking
         mean or sum    forward             ones             on                      all
@@ -1565,8 +1567,10 @@ def _uncompiled(function, *arguments):
 #       All ranks run it if the result is a field of the `_Anchors` or the `_Shared` that
 #       `_evaluate` gets, or if such a field is computed from it. A function of the user's may
 #       ignore a field. So `_evaluate` adds an empty slice of each of these fields to the loss.
-#     These slices do not cover what `_couple` gathers, as `_evaluate` does not get it. So each call
-#     in `_couple` needs a reason of its own, why all ranks or no rank run its backward pass.
+#     `_evaluate` does not get the tensors that `_couple` gathers. It gets the field `potential`,
+#     which is computed from one of them, `scaled`. So the slice of `potential` makes all ranks run
+#     the backward pass for `scaled`. For what else `_couple` gathers, no rank runs it. The table
+#     says why.
 #
 # This table has all calls of `gather` that concern a loss. It leaves out checks, whose calls have
 # no gradient.
@@ -1613,7 +1617,7 @@ def _uncompiled(function, *arguments):
 #     pass has gone through the earliest operation that used the parameter, on all ranks alike. All
 #     ranks have to use the same parameters, those of a user's function included.
 #   - What can hang is a `gather` under a condition on values, or one whose result only some ranks
-#   use.
+#     use.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
 #
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -1943,10 +1947,9 @@ def _check_negatives(negatives, views, options, labels, group):
 
 
 def _check_tensor(name, x, kind, *shapes, hint="", required=False):
-    """Check a tensor. If it is not required, None passes. Then a list passes, too, unless kind is
-    "float".
-    kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any length
-    above 0. The hint ends the message of an error."""
+    """Check a tensor. If it is not required, None passes, and so does a list, unless kind is
+    "float". kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any
+    length above 0. The hint ends the message of an error."""
     if x is None and not required:
         return
     if kind != "float" and not required:  # an index, say, may be a list
@@ -2162,8 +2165,8 @@ def _blur(x, deviation, chosen):
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
 # The tests are TestEncoder, TestMemoryBank and TestWrappers. The last one has `embed`, `follow` and
-# `uniformity`, too. TestTraining has the steps of optimizers, and training/test_ranks.py has
-# `group`.
+# `uniformity`, too. TestTraining has the steps of optimizers, and training/test_ranks.py
+# tests `group`.
 
 
 class Encoder(nn.Module):
@@ -2574,7 +2577,7 @@ class Game(nn.Module):
 
 # ---- 12. Training: methods, and one loop that trains an encoder by any of them
 # The tests are TestBank, TestMicroBatches, TestSchedules and TestTraining. TestGame has DiffHard,
-# and training/test_ranks.py has `group`.
+# and training/test_ranks.py tests `group`.
 
 # A method is a SimCLR, or a subclass with more state. It has two calls:
 #     step(encoder, images, index, generator, **options) → loss, figures
@@ -2590,8 +2593,9 @@ class Game(nn.Module):
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
 #   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
-#     their gradients before the backward pass that fills them, be it of the loop or its own. After
-#     that pass it averages these gradients over ranks, and steps its optimizers, as DiffHard does.
+#     their gradients before the backward pass that fills them, which is that of the loop or its
+#     own. After that pass it averages these gradients over ranks, and steps its optimizers, as
+#     DiffHard does.
 #   - In bfloat16 a forward pass keeps 16-bit copies of the weights that it used. After a step of an
 #     optimizer they are out of date, and later passes would still use them. So after such a step
 #     call torch.clear_autocast_cache(). `_descend` does so, too.
@@ -2785,8 +2789,8 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
         ]
         parts = []
         for some in zip(*columns, strict=True):
-            few, more = tree_unflatten(some, structure)
-            parts.append(checkpoint(encoder, *few, use_reentrant=False, **more))
+            few, keywords = tree_unflatten(some, structure)
+            parts.append(checkpoint(encoder, *few, use_reentrant=False, **keywords))
         return tree_map(lambda *x: torch.cat(x) if torch.is_tensor(x[0]) else x[0], *parts)
 
     return in_parts
