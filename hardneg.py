@@ -132,7 +132,7 @@ class Options(TypedDict, total=False):
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
         the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. Debiasing takes a weighted mean over the positives of an anchor. This function gives
+        mean 1. Debiasing takes a weighted mean over the positives of an anchor. Your function gives
         these weights, too. So if the loss is debiased, and there are several columns of positives,
         it is called a second time, with the logits (a, M) of positives. Logits of what does not
         count are −1e30. Blocks can call the function again in the backward pass, so it has to give
@@ -316,9 +316,9 @@ def contrastive_loss(
             )
         value = _evaluate(anchors, shared, group, options)
         # A NaN in the embedding of a masked candidate can leave the loss finite, and make the
-        # gradient NaN. These checks come last, so that no rank stops while others wait for it in
-        # this call. With a group on CPUs no view fails here, as `_check_ranks` has looked at
-        # those of all ranks.
+        # gradient NaN. So not the loss but the inputs are checked. These checks come last, so that
+        # no rank stops while others wait for it in this call. With a group on CPUs no view fails
+        # here, as `_check_ranks` has looked at those of all ranks.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -469,7 +469,7 @@ def tilted(logits: Tensor, beta: float) -> Tensor:
     The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
     Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
     log_w = beta * logits
-    if beta < 1e-9:  # below 1e-10, β · MASKED would be above FAR; a factor of ten is left
+    if beta < 1e-9:  # below 1e-10, β · MASKED would be above FAR; a limit of 1e-9 is safe
         log_w = log_w + uniform(logits)
     return log_w
 
@@ -569,7 +569,8 @@ WEIGHTS = {
 
 
 def by_rule(logits, candidates, potential, t, options):
-    """Weigh logits (a, any number) by the chosen rule. The anchors have these candidates (a, N)."""
+    """Weigh logits (a, any number) by the chosen rule. `candidates` are the logits (a, N) of the
+    candidates of the same anchors."""
     given = {"logits": logits, "candidates": candidates, "potential": potential, "t": t}
     log_w = _fill_in(options["weight_function"], options | given)
     if options["detach_weights"]:
@@ -730,12 +731,12 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. In the code log E is log_negatives − log_total.
-# Some anchors have no negatives. log_total shows this, as it is below FAR then. log E shows it in
-# one of two cases. Without candidates log_negatives is −2e30, the sum of a masked logit and a
-# masked log weight, and log_total is −1e30. So log E is −1e30. If a rule drops all candidates,
-# log_negatives and log_total are both about −1e30. Their difference log E is a mere rounding error,
-# of up to 1e23. That does no harm, as `published` makes a finite number with a finite gradient of
-# any log E. These cases come up.
+# Some anchors have no negatives. They have no candidates, or a rule drops them all. In both cases
+# log_total is below FAR. log E is below FAR only without candidates. There log_negatives is −2e30,
+# the sum of a masked logit and a masked log weight, and log_total is −1e30. So log E is −1e30. If a
+# rule drops all candidates, log_negatives and log_total are both about −1e30. Their difference
+# log E is a mere rounding error, of up to 1e23. That does no harm, as `published` makes a finite
+# number with a finite gradient of any log E. These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     with too little left     finite    finite   the floor             finite      finite
@@ -832,9 +833,9 @@ class _Anchors(NamedTuple):
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
     pos: Tensor  # (A, V − 1), logits of the positives in other views. No entry of this field may be
     #              MASKED. If it has a column, `answer` assumes that every anchor has a positive.
-    #              `who` returns another pos. It has this field and the positives by label. With one
-    #              view this field has no column, and the other pos may have the positives by index.
-    #              What it adds may be MASKED
+    #              `who` returns a wider matrix, also called pos. That has these columns, or for a
+    #              single view the positives by index, and then the positives by label. Columns that
+    #              `who` adds may be MASKED
     own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
     #              are never candidates. If positives_by_index is True, they are its positives
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
@@ -854,8 +855,8 @@ class _Shared(NamedTuple):
     """What all anchors share. A shared tensor that requires a gradient should be a field here. If
     `_run_blocks` finds one that is not a field, it gives up blocks, and the whole batch is computed
     in one go. In one process this only takes memory. Over ranks see the rules of section 7.
-    A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, fills a field
-    of `_Anchors`, as `labels`, and one of `_Shared`, as `candidate_labels`.
+    A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, needs two new
+    fields. One is in `_Anchors`, like `labels`, and one here, like `candidate_labels`.
         in                     the field of `_Anchors` has           the field of `_Shared` has
         a batch                its B entries, once for each view     `gather` of that field
         a call with negatives  its first B entries, of the anchors   its last K entries
@@ -868,7 +869,7 @@ class _Shared(NamedTuple):
     candidates: Tensor | None = None  # (N, D), if anchors do not have candidates of their own
     candidate_labels: Tensor | None = None  # (N,)
     potential: Tensor | None = None  # (N,), if candidates and anchors are coupled
-    positives_by_index: bool = False  # the columns `own` are positives, as for a single view
+    positives_by_index: bool = False  # the columns `own` are the positives
     positives_by_label: bool = False  # candidates of the anchor's label are positives
     batch: bool = False  # True if no `negatives` are given. Then the anchors of all ranks are the
     #                      candidates, which `_couple` relies on, and `own` has no −1
@@ -876,14 +877,14 @@ class _Shared(NamedTuple):
 
 
 # What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more.
-#     views   negatives   and                      `own`                     positives
-#     2+      no          labels or nothing        columns of the sample     the other views
-#     1       no          labels                   column of the sample      others of its label
-#     1       yes         labels                   no columns                rows of its label
-#     2+      yes         labels or nothing        no columns                the other views
-#     2+      yes         positive_index           rows that it names        the other views
-#     1       yes         positive_index           rows that it names        these rows
-# A row of `negatives` is a column of the matrix. Lines with positive_index may have labels, too.
+#     line   views   negatives   and                 `own`                     positives
+#     1      2+      no          labels or nothing   columns of the sample     the other views
+#     2      1       no          labels              column of the sample      others of its label
+#     3      1       yes         labels              no columns                rows of its label
+#     4      2+      yes         labels or nothing   no columns                the other views
+#     5      2+      yes         positive_index      rows that it names        the other views
+#     6      1       yes         positive_index      rows that it names        these rows
+# A row of `negatives` is a column of the matrix. Lines 5 and 6 may have labels, too.
 # If labels are given, the objective ppcl takes as positives all columns that have the sample's
 # label and are not in `own`. Lines 2 and 3 have these already. In lines 1, 4, 5 and 6 they are
 # added. Candidates in `own` are masked. If there are labels, those of the sample's label are
@@ -1071,7 +1072,7 @@ def _limit(nearest, options):
 
 @torch.no_grad()
 def _statistics(anchors, shared, options):
-    """Compute the figures of return_stats."""
+    """Compute the figures of return_stats. TestStatistics checks them."""
     some = anchors.of(slice(max(1, 2**20 // shared.n)))
     found = answer(some, shared, options)
     n = (found.neg > FAR).sum(1).to(found.neg.dtype)
@@ -1440,9 +1441,10 @@ def _in_blocks(anchors, shared, options, size):
 
 def _run_blocks(anchors, shared, options, size, grad_losses):
     """Compute losses (A,), what anchors lack, and the gradients of grad_losses · losses, by blocks.
-    grad_losses (A,) is the gradient of the final value by each loss. If it is None, no gradients
-    are computed. A function of the user's can have parameters that learn. Their gradient
-    would be missing here, so then the result is None. There are four situations:
+    Each loss is multiplied by its entry of grad_losses (A,) before it is differentiated. For a sum
+    these are ones. A mean is divided later, in `_evaluate`. If grad_losses is None, no gradients
+    are computed. A function of the user's can have parameters that learn. Their gradient would be
+    missing here, so then the result is None. This function is called in four ways.
         reduction      pass                grad_losses      grad mode in the loop   what is used
         any            forward, no_grad    None             off                     losses, lacking
         mean or sum    forward             ones             on                      all
@@ -1607,14 +1609,14 @@ def _uncompiled(function, *arguments):
 # goes through the forward pass in reverse. TestGather checks this. One kind of
 # node does not wait for its turn. It adds up the gradient of a parameter, and runs as soon as it
 # can. It does not change the order of the others.
-#   - One rank may give up blocks while others keep them. Then other nodes lie between the calls of
-#     `gather`. But none of them communicates. Nor does the backward() of `_run_blocks`, as its
-#     graph ends at copies.
+#   - One rank may give up blocks while others keep them. Then ranks have other nodes between the
+#     backward passes of `gather`. But none of them communicates. Nor does the backward() of
+#     `_run_blocks`, as its graph ends at copies.
 #   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch,
 #     see section 12, each part of a batch is embedded again in its own backward pass. There it
 #     communicates again, in the same order on all ranks.
 #   - DDP sends the gradient of a parameter once it is complete. That is as soon as the backward
-#     pass has gone through the earliest operation that used the parameter, on all ranks alike. All
+#     pass has gone through the operation that used the parameter first in the forward pass. All
 #     ranks have to use the same parameters, those of a user's function included.
 #   - What can hang is a `gather` under a condition on values, or one whose result only some ranks
 #     use.
@@ -1634,8 +1636,8 @@ def _uncompiled(function, *arguments):
 #
 # A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
 # one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
-# that is not, such as a maximum, cannot be added. Blocks are summed, and anchors without a positive
-# have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
+# that is not, such as a maximum, cannot be added, as blocks return sums, and as anchors without a
+# positive have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
 
 
 def _over_ranks(value, count, group):
@@ -1947,9 +1949,9 @@ def _check_negatives(negatives, views, options, labels, group):
 
 
 def _check_tensor(name, x, kind, *shapes, hint="", required=False):
-    """Check a tensor. If it is not required, None passes, and so does a list, unless kind is
-    "float". kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for any
-    length above 0. The hint ends the message of an error."""
+    """Check a tensor. If it is not required, None passes. A list also passes then, but not for the
+    kind "float". kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for
+    any length above 0. The hint ends the message of an error."""
     if x is None and not required:
         return
     if kind != "float" and not required:  # an index, say, may be a list
@@ -2084,6 +2086,7 @@ def _crop(x, draws, area, ratio, flip):
     center_y = (1 - height) * (2 * draws["y"] - 1)
     mirror = 1 - 2 * (draws["flip"] < flip).to(x.dtype)  # −1 for a mirror image
     zero = torch.zeros_like(width)
+    # theta maps places in the view, from −1 to 1, to places in the image
     theta = torch.stack([width * mirror, zero, center_x, zero, height, center_y], 1)
     grid = F.affine_grid(theta.view(-1, 2, 3), x.shape, align_corners=False)  # (B, H, W, 2)
     return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
@@ -2592,10 +2595,10 @@ class Game(nn.Module):
 #   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
 #   - While the method trains alone, before the encoder begins, encoder and loss are None.
 # What a method must do:
-#   - If it has parameters besides those of its criterion, it has optimizers for them. It clears
-#     their gradients before the backward pass that fills them, which is that of the loop or its
-#     own. After that pass it averages these gradients over ranks, and steps its optimizers, as
-#     DiffHard does.
+#   - If it has parameters besides those of its criterion, it has optimizers for them. Their
+#     gradients are filled by the backward pass of the loop, or by one that the method runs itself.
+#     Before that pass it clears them. After it, it averages these gradients over ranks, and steps
+#     its optimizers, as DiffHard does.
 #   - In bfloat16 a forward pass keeps 16-bit copies of the weights that it used. After a step of an
 #     optimizer they are out of date, and later passes would still use them. So after such a step
 #     call torch.clear_autocast_cache(). `_descend` does so, too.
