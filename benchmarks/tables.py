@@ -152,8 +152,8 @@ CIFAR-10, 60 epochs: `hcl`, not debiased | pays | pays-cifar10: tilted 0.2 − s
 CIFAR-10, 60 epochs: `hcl`, settings of 10 epochs | pays | long: hcl − simclr
 Few images: DiffHard, against longer `simclr` | generated | games-10: DiffHard − twice
 Text: one mined negative for each pair | sentences | sentences: mined − simclr
-Text: four mined negatives | sentences | sentences: mined 4 − simclr
 Text: one mined, against longer training | sentences | sentences: mined − simclr, twice
+Text: four mined, against longer training | sentences | sentences: mined 4 − simclr, four times
 Text: one mined and `hcl`, against one mined | sentences | sentences: mined, hcl − mined
 """
 COMPARISONS = 80  # on all pages, about; a verdict that stands has p < 0.05 / 80 (Bonferroni)
