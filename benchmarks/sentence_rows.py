@@ -80,6 +80,7 @@ hard − simclr
 mined, hard − mined
 mined, twice − simclr, twice
 mined 4 − simclr, four times
+mined, twice − simclr, four times
 """
 QUESTIONS = QUESTIONS.strip().split("\n")
 MAIN = ["mined − simclr", "mined − random", "mined − simclr, twice", "hcl − simclr"]
