@@ -1955,7 +1955,7 @@ print(peak() - before)
         """A matrix of all pairs would have 256 MiB, and 572 for mining. That of a block has 4, and
         16 for mining."""
         # C's malloc keeps freed blocks for later unless they are this large
-        monkeypatch.setitem(ALONE, "MALLOC_MMAP_THRESHOLD_", "131072")
+        monkeypatch.setitem(ALONE, "MALLOC_MMAP_THRESHOLD_", f"{2**21}")
         run = start(["-c", self.RESIDENT], tmp_path)
         printed, error = run.communicate(timeout=300)
         assert run.returncode == 0, error
