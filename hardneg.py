@@ -108,8 +108,8 @@ PRESETS = {
 # Use them as in ContrastiveLoss("hcl", **PAPERS["hcl"]).
 PAPERS = {
     "simclr": {"temperature": 0.5},  # [6] App. B.9
-    "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code, also for hcl
-    "hcl": {"temperature": 0.5, "tau_plus": 0.1, "beta": 1.0},
+    "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code
+    "hcl": {"temperature": 0.5, "tau_plus": 0.1, "beta": 1.0},  # the same
     "ot": {"temperature": 0.5, "epsilon": 0.5},  # [2] Table II, and the temperature of [1]
     "hard": {"temperature": 1.0, "alpha": 0.0819},  # [4] Table 1: 4095 of 49 999
     "hard-simple": {"alpha": 0.0819},
@@ -177,7 +177,7 @@ class Options(TypedDict, total=False):
         "sqeuclidean",
         COSTS,
         """The cost of coupling two rows at a distance d: ½d², or e^{d²}. [2] takes ½d².
-        In VII-C it takes e^{d² − κ}, for a number κ. For that multiply epsilon by e^κ.""",
+        In VII-C it takes e^{d² − κ}, which is "exp" with epsilon multiplied by e^κ.""",
     ]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
@@ -494,7 +494,8 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     n = (candidates > FAR).sum(-1, keepdim=True)
     # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
     # billionths. int() rounds α down to them. That makes αN smaller by less than N / 1e9, so by
-    # less than 1 if N is below 1e9. For α = k / N the ceiling is still k. For example 2/3
+    # less than 1 if N is below 1e9. For α = k / N the product is then above k − 1 and at most k. So
+    # its ceiling is k. For example 2/3
     # becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2. Rounded up, α
     # would give 2.000000001, and so 3.
     billionths = int(alpha * 1e9)
@@ -732,11 +733,12 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 # means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
 # of Σ_j w_j. In the code log E is log_negatives − log_total.
 # Some anchors have no negatives. They have no candidates, or a rule drops them all. In both cases
-# log_total is below FAR. log E is below FAR only without candidates. There log_negatives is −2e30,
-# the sum of a masked logit and a masked log weight, and log_total is −1e30. So log E is −1e30. If a
-# rule drops all candidates, log_negatives and log_total are both about −1e30. Their difference
-# log E is a mere rounding error, of up to 1e23. That does no harm, as `published` makes a finite
-# number with a finite gradient of any log E. These cases come up.
+# log_total is below FAR. Nothing tests log E, as it does not tell this. Without candidates
+# log_negatives is −2e30, the sum of a masked logit and a masked log weight, and log_total is −1e30.
+# So log E is −1e30. If a rule drops all candidates, log_negatives and log_total are both about
+# −1e30. Their difference log E is a mere rounding error of either sign, of up to 1e23. That does no
+# harm, as `published` makes a finite number with a finite gradient of any log E.
+# These cases come up.
 #     anchor                   log E     log E⁺   `published` returns   log_total   their sum
 #     ordinary                 finite    finite   what is left          finite      finite
 #     with too little left     finite    finite   the floor             finite      finite
@@ -819,11 +821,11 @@ class _Anchors(NamedTuple):
     The field `own` lists the columns of the anchor's own sample. `plain`, a field of `_Shared`,
     says that `answer` knows N_i without counting. `own` has four sources. For each source the table
     says what the entries of a row of `own` are like, and whether `plain` can be True.
-        source               entries differ   −1 occurs   give the positives   `plain`
-        batch                yes              no          no                   can be True
-        negatives, no index  there are none   no          no                   can be True
-        positive_index       yes, except −1   yes         yes, if V is 1       is False
-        `mine`               not ensured      yes         yes                  is False
+        source               each once        −1 occurs   `who` reads positives there   `plain`
+        batch                yes              no          no                            can be True
+        negatives, no index  there are none   no          no                            can be True
+        positive_index       yes, except −1   yes         yes, if V is 1                is False
+        `mine`               not ensured      yes         yes                           is False
     In a batch the columns of the positives are in `own`, too, but their logits come from `pos`.
     For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
     In `mine` that does no harm, as only the largest of the positives is used there.
@@ -1569,10 +1571,10 @@ def _uncompiled(function, *arguments):
 #       All ranks run it if the result is a field of the `_Anchors` or the `_Shared` that
 #       `_evaluate` gets, or if such a field is computed from it. A function of the user's may
 #       ignore a field. So `_evaluate` adds an empty slice of each of these fields to the loss.
-#     `_evaluate` does not get the tensors that `_couple` gathers. It gets the field `potential`,
-#     which is computed from one of them, `scaled`. So the slice of `potential` makes all ranks run
-#     the backward pass for `scaled`. For what else `_couple` gathers, no rank runs it. The table
-#     says why.
+#     `_evaluate` gets the anchors of its own rank. `_couple` gathers copies of their fields, and
+#     these copies stay in `_couple`. All that leaves it is the field `potential`, which is computed
+#     from the copy of `scaled`. So the slice of `potential` makes all ranks run the backward pass
+#     for that copy. For the other copies no rank runs it, and the table says why.
 #
 # This table has all calls of `gather` that concern a loss. It leaves out checks, whose calls have
 # no gradient.
@@ -1609,9 +1611,9 @@ def _uncompiled(function, *arguments):
 # goes through the forward pass in reverse. TestGather checks this. One kind of
 # node does not wait for its turn. It adds up the gradient of a parameter, and runs as soon as it
 # can. It does not change the order of the others.
-#   - One rank may give up blocks while others keep them. Then ranks have other nodes between the
-#     backward passes of `gather`. But none of them communicates. Nor does the backward() of
-#     `_run_blocks`, as its graph ends at copies.
+#   - One rank may give up blocks while others keep them. Then the nodes between the backward passes
+#     of `gather` differ from rank to rank. But none of them communicates. Nor does the backward()
+#     of `_run_blocks`, as its graph ends at copies.
 #   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch,
 #     see section 12, each part of a batch is embedded again in its own backward pass. There it
 #     communicates again, in the same order on all ranks.
@@ -1699,8 +1701,8 @@ def _share(n, group):
 # them. For most arguments we accept that. Two checks look for what is likely to differ between
 # ranks. First `_check_ranks` compares the number and the shape of the views, and looks for NaN and
 # inf. Then `_check_negatives` compares rows (K, D) that all ranks have to share. A check that
-# communicates must run on all ranks. So it may depend on the device and on which arguments are
-# given, but not on values.
+# communicates must run on all ranks. So it may depend on the device, on which arguments are given
+# and on how many dimensions they have, but not on values.
 
 
 def unit(x: Tensor) -> Tensor:
