@@ -317,8 +317,7 @@ def contrastive_loss(
         value = _evaluate(anchors, shared, group, options)
         # A NaN in the embedding of a masked candidate can leave the loss finite, and make the
         # gradient NaN. So not the loss but the inputs are checked. These checks come last, so that
-        # no rank stops while others wait for it in this call. With a group on CPUs no view fails
-        # here, as `_check_ranks` has looked at those of all ranks.
+        # no rank stops while others wait for it in this call.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -458,8 +457,8 @@ MASKED, FAR = -1e30, -1e20
 
 def uniform(logits: Tensor) -> Tensor:
     """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    Masked logits keep their −1e30. So log_w + uniform(logits) is masked wherever the logits
-    are masked."""
+    Masked logits keep their −1e30. So log_w + uniform(logits) is masked wherever the logits are
+    masked."""
     # hardshrink(x) is 0 if |x| ≤ 1e20, and else x. It is several times as fast as a boolean mask.
     return F.hardshrink(logits.detach(), lambd=-FAR)
 
@@ -495,9 +494,7 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
     # billionths. int() rounds α down to them. That makes αN smaller by less than N / 1e9, so by
     # less than 1 if N is below 1e9. For α = k / N the product is then above k − 1 and at most k. So
-    # its ceiling is k. For example 2/3
-    # becomes 0.666666666. With N = 3 that gives 1.999999998, whose ceiling is 2. Rounded up, α
-    # would give 2.000000001, and so 3.
+    # its ceiling is k. Rounded up, 2/3 of N = 3 would be 2.000000001, with the ceiling 3.
     billionths = int(alpha * 1e9)
     kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
     fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
@@ -1608,9 +1605,9 @@ def _uncompiled(function, *arguments):
 # the reverse order of the calls, on all ranks. This is why. Each operation of the forward pass
 # makes a node. A node can run once the nodes of all operations that used its result have run. These
 # operations came later. Of the nodes that can run, autograd takes the one that was made last. So it
-# goes through the forward pass in reverse. TestGather checks this. One kind of
-# node does not wait for its turn. It adds up the gradient of a parameter, and runs as soon as it
-# can. It does not change the order of the others.
+# goes through the forward pass in reverse. TestGather checks this. One kind of node does not wait
+# for its turn. It adds up the gradient of a parameter, and runs as soon as it can. It does not
+# change the order of the others.
 #   - One rank may give up blocks while others keep them. Then the nodes between the backward passes
 #     of `gather` differ from rank to rank. But none of them communicates. Nor does the backward()
 #     of `_run_blocks`, as its graph ends at copies.
@@ -1620,8 +1617,6 @@ def _uncompiled(function, *arguments):
 #   - DDP sends the gradient of a parameter once it is complete. That is as soon as the backward
 #     pass has gone through the operation that used the parameter first in the forward pass. All
 #     ranks have to use the same parameters, those of a user's function included.
-#   - What can hang is a `gather` under a condition on values, or one whose result only some ranks
-#     use.
 #   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
 #
 # How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
@@ -2170,8 +2165,8 @@ def _blur(x, deviation, chosen):
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
 # The tests are TestEncoder, TestMemoryBank and TestWrappers. The last one has `embed`, `follow` and
-# `uniformity`, too. TestTraining has the steps of optimizers, and training/test_ranks.py
-# tests `group`.
+# `uniformity`, too. TestTraining has the steps of optimizers, and training/test_ranks.py tests
+# `group`.
 
 
 class Encoder(nn.Module):
@@ -2250,7 +2245,8 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     followers = _unwrapped(follower).state_dict(keep_vars=True)
     # Layers can share a tensor, which must move once. With keep_vars=True state_dict gives the
     # tensors themselves, so as keys of a dict they occur once.
-    for value, name in {x: name for name, x in followers.items()}.items():
+    names = {x: name for name, x in followers.items()}
+    for value, name in names.items():
         target = leaders.get(name)
         _check_tensor(f"leader's {name}", target, "", value.shape, required=True)
         if value.is_floating_point():
@@ -2867,15 +2863,15 @@ class Training:
     group          A process group of torch.distributed, whose ranks share each batch. All ranks
                    have the same images, and encoders and methods with the same weights. Training
                    keeps these weights equal. If ranks divide each batch evenly, any number of them
-                   makes the same run up to rounding. But three things differ. First, BatchNorm. On
-                   a CPU it sees the images of its own rank alone, and with micro_batch one part of
-                   these. On a GPU it becomes SyncBatchNorm, which sees the images of all ranks.
-                   With micro_batch it sees a part of these images at a time. Second, an encoder
-                   that draws numbers itself, as in dropout, draws others. Third, DiffHard differs
-                   if the share of a rank is odd, or if ranks do not divide the batch of the game.
-                   If ranks cannot share evenly, a batch can have a few images more or fewer than in
-                   one process. An epoch then leaves out up to ranks − 1 images, other ones each
-                   time.
+                   makes the same run up to rounding. But three things differ. First, BatchNorm can
+                   see other images. On a CPU it sees the images of its own rank alone, and with
+                   micro_batch one part of these. On a GPU it becomes SyncBatchNorm, which sees the
+                   images of all ranks. With micro_batch it sees a part of these images at a time.
+                   Second, an encoder that draws numbers itself, as in dropout, draws others. Third,
+                   DiffHard differs if the share of a rank is odd, or if ranks do not divide the
+                   batch of the game. If ranks cannot share evenly, a batch can have a few images
+                   more or fewer than in one process. An epoch then leaves out up to ranks − 1
+                   images, other ones each time.
     settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
                    are of nearly one size, about batch_size images.
 

@@ -1940,8 +1940,9 @@ def take(loss, n, **options):
 take("hcl", 8)
 take("ot", 8, epsilon=1.0)
 before = peak()
-take("simclr", 4096, weights="tilted")
-take("simclr", 4096, weights=lambda logits: 0.5 * logits, reduction="none")
+for weights in ("tilted", lambda logits: 0.5 * logits):
+    for reduction in ("mean", "none"):
+        take("simclr", 4096, weights=weights, reduction=reduction)
 print(peak() - before)
 take("ot", 4096, epsilon=1.0)  # its blocks and those of the loss have different sizes
 print(peak() - before)
