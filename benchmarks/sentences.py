@@ -105,7 +105,8 @@ class Run:
         """Take all steps. Return what was measured in their course."""
         rate = self.settings["rate"]
         optimizer = torch.optim.AdamW(self.model.parameters(), rate, weight_decay=0.01, fused=True)
-        batches = torch.arange(len(self.part)).split(BATCH)
+        size = self.settings.get("batch", BATCH)
+        batches = torch.arange(len(self.part)).split(size)
         steps = len(batches)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, functools.partial(share, steps))
         course = []
