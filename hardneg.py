@@ -2,53 +2,30 @@
 Version 3.0.0, for Python 3.11 and torch 2.10 or newer. Copyright 2026 the hardneg authors.
 You may use it under the MIT licence.
 
-An encoder learns without labels if it pulls two views of a sample together and pushes other samples
-away. The other samples are called negatives. Which negatives push, and how strongly each of them
-pushes, decides how well the encoder learns. Every loss of this file answers three questions:
+An encoder learns without labels if it pulls two views of a sample together and pushes other
+samples, the negatives, away. Every loss of this file answers three questions:
 
     1. Who could be a negative?       candidates: the rest of the batch, a memory bank, given rows
     2. How much does each one count?  weights w: a weight of 2 counts a candidate twice
     3. What is done with them?        objective: nce, each, ppcl, decoupled, simple, triplet
 
-You can combine any weights with any objective. Large batches need little memory. With two views of
-8192 samples `simclr` takes 118 MiB. A loss that computes all logits at once takes 3097 MiB.
+Any weights go with any objective. Large batches are worked on in blocks of anchors, so memory grows
+with their number and not with its square.
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
-    A           anchors: every view of every sample, V·B; with `negatives` the first view alone, B
-    a           the anchors of a block; large batches are worked on in blocks
-    N           candidates of all anchors, the columns of the matrix of logits: V·B times the number
-                of ranks, or K, the number of rows of `negatives`
-    N_i         candidates of anchor i: the columns that are not masked in its row; in formulas of
-                one anchor N stands for N_i
-    M           columns of the matrix of positives (A, M), some of whose entries are masked. The
-                table above `_line_up` says which positives there are. In formulas of one anchor M
-                counts those that are not masked
-    z           embedding, a unit row; papers [1], [2] and [4] write f(x), and [3] writes v
-    t           temperature, which divides cosines; [1] writes t, and [3] and [4] write τ
-    s_ij        logit of a candidate: the cosine of anchor i and candidate j, over t
-    p_im        logit of a positive: the cosine of anchor i and its m-th positive, over t
+    A, a        anchors: every view of every sample, V·B; with `negatives` the first view alone, B;
+                a of them are in a block
+    N, N_i      candidates, the columns of the matrix of logits, and those that anchor i may use
+    M           positives of an anchor
+    t           temperature, which divides cosines; [3] and [4] write τ
+    s_ij, p_im  logits: the cosine of anchor i with candidate j, or with its m-th positive, over t
     log w_ij    log of the weight of candidate j; the weight itself could overflow float32
     tau_plus    τ⁺, the probability that a candidate has the anchor's class                  [1]
     beta        β, how strongly tilted weights prefer near candidates; it multiplies s       [1]
     alpha       α, the share of nearest candidates that `top` keeps                          [4]
     epsilon     ε, the entropic regularisation, in the unit of the ground cost               [2]
     margin      η of the triplet loss, in the unit of a squared distance                     [2]
-
-Sections, and what you can import from them. From 9 on it is about training.
-    1 The loss                  PRESETS PAPERS Options contrastive_loss ContrastiveLoss
-    2 Weights                   uniform tilted hardest top transported
-    3 Objectives                nce each ppcl decoupled simple triplet published
-    4 Candidates
-    5 Transport                 sinkhorn
-    6 Finding                   mine draw
-    7 Large batches and ranks   gather
-    8 Numerics and checks       unit InvalidArgument NotFinite
-    9 Views                     view
-   10 Encoders                  Encoder MemoryBank embed uniformity
-   11 Generators                Generator Discriminator Game
-   12 Training                  SimCLR Bank DiffHard in_micro_batches annealed_beta lead_in
-                                RECIPES Training
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -63,7 +40,6 @@ References
 
 from __future__ import annotations
 
-# mypy: ignore-errors
 import contextlib
 import difflib
 import functools
@@ -78,20 +54,23 @@ from typing import Annotated, NamedTuple, TypedDict, Unpack, get_type_hints
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 __version__ = "3.0.0"
-__all__ = ["PRESETS", "PAPERS", "Options", "contrastive_loss", "ContrastiveLoss", "uniform",
-           "tilted", "hardest", "top", "transported", "sinkhorn", "nce", "each", "ppcl",
-           "decoupled", "simple", "triplet", "published", "mine", "draw", "gather", "unit",
-           "InvalidArgument", "NotFinite"]  # fmt: skip
+__all__ = """
+PRESETS PAPERS Options contrastive_loss ContrastiveLoss uniform tilted hardest top transported
+sinkhorn nce each ppcl decoupled simple triplet published mine draw gather unit InvalidArgument
+NotFinite
+""".split()
 
 INF = math.inf
+# The logit or log weight of what does not count, and the limit below which one counts as masked.
+# e^MASKED is 0, while −∞ would make NaN.
+MASKED, FAR = -1e30, -1e20
 
 # ---- 1. The loss -------------------------------------------------------------------------------
 
-# loss: weights, objective, τ⁺. A None in this table stands for 1 / (N_i + 1).
-# To add a loss, add its row here and in PRESETS of reference_numpy.py. TestContrastiveLoss and most
-# other tests go through all rows.
+# loss: weights, objective, τ⁺, where None stands for 1 / (N_i + 1)
 PRESETS = {
     "simclr": ("uniform", "nce", 0.0),  # [6]; [4] Eq. 1
     "debiased": ("uniform", "nce", None),  # Chuang et al. 2007.00224; [1] at β = 0
@@ -104,8 +83,7 @@ PRESETS = {
     "ppcl": ("uniform", "ppcl", 0.0),  # [3] Eq. 8
     "supcon": ("uniform", "ppcl", 0.0),  # another name of ppcl
 }
-# The papers' settings on CIFAR-10, as far as they print them.
-# Use them as in ContrastiveLoss("hcl", **PAPERS["hcl"]).
+# what the papers print for CIFAR-10: ContrastiveLoss("hcl", **PAPERS["hcl"])
 PAPERS = {
     "simclr": {"temperature": 0.5},  # [6] App. B.9
     "debiased": {"temperature": 0.5, "tau_plus": 0.1},  # [1] and its code
@@ -117,43 +95,30 @@ PAPERS = {
 
 
 class Options(TypedDict, total=False):
-    """The options of a loss. A loss ignores the options that it does not use."""
+    """Options of a loss: type, default, what is allowed, and the help. What is allowed is one of
+    some names, or a range [low, high] where an int as high asks for whole numbers."""
 
-    # To add an option, add its entry: type, default, what is allowed, and sentences for the help.
-    # What is allowed are the names of a table, a tuple of strings or of bools, or a range
-    # [low, high]. If high is an int, the numbers have to be whole. The name must not be one of the
-    # parameters that sections 2 and 3 list, nor one of the four names that `resolve` puts beside
-    # the options. An entry can name a table that comes later in this file, such as WEIGHTS. Because
-    # of the import from __future__ Python keeps entries as text, and section 8 evaluates them.
-    loss: Annotated[str, "simclr", PRESETS, "The loss. It chooses weights and objective."]
     weights: Annotated[
         str | Callable[[Tensor], Tensor] | None,
         None,
         WEIGHTS,
         """How much each candidate counts. By default the loss decides. A function of your own maps
-        the logits (a, N) of some anchors to log weights, which may be −∞ and are not scaled to
-        mean 1. Debiasing takes a weighted mean over the positives of an anchor. Your function gives
-        these weights, too. So if the loss is debiased, and there are several columns of positives,
-        it is called a second time, with the logits (a, M) of positives. Logits of what does not
-        count are −1e30. Blocks can call the function again in the backward pass, so it has to give
-        the same answer then, without random numbers.""",
+        logits (a, N) to log weights, which may be −∞ and are not scaled to mean 1. A debiased loss
+        also calls it with the logits (a, M) of several positives.""",
     ]
     objective: Annotated[
         str | Callable[[Tensor, Tensor, Tensor], Tensor] | None,
         None,
         OBJECTIVES,
-        """What is done with the weighted negatives. By default the loss decides. A function of your
-        own maps logits (a, M) of positives, and logits and log weights (a, N) of candidates, to
-        losses (a,). What does not count is −1e30. If all candidates of an anchor are masked, all
-        its logits and log weights of candidates are −1e30. For such an anchor return a finite
-        loss, such as 0. Like weights, the function must not draw random numbers.""",
+        """What is done with the negatives. By default the loss decides. A function of your own maps
+        logits (a, M) of positives, and logits and log weights (a, N) of candidates, to losses (a,).
+        What does not count is −1e30, in the row of an anchor without candidates everything.""",
     ]
     temperature: Annotated[
         float | Tensor,
         0.1,
         [1e-6, 1e6],
-        """The temperature t, which divides cosines. A tensor of one entry gets its gradient. In a
-        ContrastiveLoss give an nn.Parameter to learn it.""",
+        "The temperature t, which divides cosines. A tensor of one entry gets its gradient.",
     ]
     tau_plus: Annotated[
         float | None,
@@ -165,73 +130,44 @@ class Options(TypedDict, total=False):
     ]
     beta: Annotated[float, 0.5, [0, 1e8], "β, how strongly near candidates are preferred [1]."]
     alpha: Annotated[float, 0.3, [1e-9, 1.0], "α, the share of nearest candidates to keep [4]."]
-    epsilon: Annotated[
-        float,
-        0.2,
-        [1e-9, 1e9],
-        """ε, the entropic regularisation of the coupling, in the unit of the cost [2]. The smaller
-        it is, the more the nearest candidates get.""",
-    ]
-    cost: Annotated[
-        str,
-        "sqeuclidean",
-        COSTS,
-        """The cost of coupling two rows at a distance d: ½d², or e^{d²}. [2] takes ½d².
-        In VII-C it takes e^{d² − κ}, which is "exp" with epsilon multiplied by e^κ.""",
-    ]
+    epsilon: Annotated[float, 0.2, [1e-9, 1e9], "ε, the entropic regularisation, in costs [2]."]
+    cost: Annotated[str, "sqeuclidean", COSTS, "The cost at a distance d, ½d² or e^{d²} [2]."]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
-        float | None,
-        None,
-        [-9, 9.0],
-        """Drop likely false negatives: candidates of a cosine above c − absolute_margin. c is the
-        cosine of the anchor's nearest positive.""",
+        float | None, None, [-9, 9.0], "Drop cosines above c − this, c of the nearest positive."
     ]
-    relative_margin: Annotated[
-        float | None,
-        None,
-        [-9, 9.0],
-        """Drop likely false negatives: candidates of a cosine above c − relative_margin · |c|. c is
-        the cosine of the anchor's nearest positive.""",
-    ]
+    relative_margin: Annotated[float | None, None, [-9, 9.0], "Drop cosines above c − this · |c|."]
     normalize: Annotated[
         bool,
         True,
         (True, False),
-        """Project rows to the unit sphere first. If you turn this off, logits are inner products
-        over t. For debiasing, transport, margins, `simple` and `triplet` you must then pass unit
-        rows. This is not checked.""",
+        """Project rows to the unit sphere first. Without it logits are inner products over t.
+        Debiasing, transport, margins, `simple` and `triplet` then need unit rows, unchecked.""",
     ]
     detach_weights: Annotated[
-        bool | None,
-        None,
-        (True, False),
-        """Stop the gradient at the weights. By default `transported` does, and the others do not,
-        as in the code of their authors.""",
+        bool | None, None, (True, False), "Stop their gradient. By default `transported` does."
     ]
     reduction: Annotated[
         str,
         "mean",
         ("mean", "sum", "none"),
-        """The mean or the sum of the losses of all anchors of all ranks. With "none" you get
-        one loss for each anchor of this rank. An anchor without a positive has the loss 0 there,
-        and "mean" leaves it out.""",
+        """The mean or the sum over all anchors of all ranks, or with "none" the losses of this
+        rank's anchors. An anchor without a positive has the loss 0, and "mean" leaves it out. With
+        "none" a function of your own may not draw random numbers.""",
     ]
     block_size: Annotated[
         int | None,
         None,
         [0, 2**40],
-        """How many anchors are worked on at once. With blocks memory grows with A + N instead of
-        A·N. 0 turns them off. By default a batch of up to 2^18 pairs, on a GPU 2^23, has no blocks.
-        In a larger one a block has up to 2^20 pairs, on a GPU 2^25, but 64 anchors at least. Blocks
-        change a result by rounding only. In blocks a loss has no second derivatives. If a function
-        of yours has parameters that learn, or under torch.func, all anchors are computed in one go.
-        The coupling of `transported` has blocks of its own.""",
+        """How many anchors are worked on at once, where 0 is all. By default blocks have 2^20
+        pairs, on a GPU 2^25, and what has up to a quarter of that is not cut. Blocks change a
+        result by rounding only. They have no second derivatives.""",
     ]
 
 
 def contrastive_loss(
     *views: Tensor,
+    loss: str = "simclr",
     negatives: Tensor | None = None,
     positive_index: Tensor | None = None,
     negative_mask: Tensor | None = None,
@@ -240,155 +176,95 @@ def contrastive_loss(
     group: distributed.ProcessGroup | None = None,
     return_stats: bool = False,
     **options: Unpack[Options],
-):  # the type of the result depends on return_stats, which would need overloads
+):
     """Compute any of the losses on the views of a batch.
         s_ij = cos(z_i, z_j) / t    log w_ij = weights(s_i)_j    ℓ_i = objective(p_i, s_i, log w_i)
-    If tau_plus is above 0, debiasing subtracts the false negatives that are to be expected.
 
-    views           (B, D) each. Row i shows sample i. Without `negatives` every row is an anchor,
-                    in the order of torch.cat(views). Its positives are the rows of its sample in
-                    the other views. Its candidates are the rows of all other samples. The positives
-                    of a single view are named by labels or, with `negatives`, by positive_index.
-                    The mean leaves out anchors without a positive.
-    negatives       (K, D), or (B, K, D) with rows for each anchor. These rows are the candidates in
-                    place of the batch, and only the rows of the first view are anchors.
-    positive_index  (B,) or (B, P). Entry i names rows of `negatives` that show sample i, and −1
-                    names none. For example it is arange(B) if `negatives` is views[1]. The rows
-                    that entry i names are never candidates of anchor i. With two or more views the
-                    index does no more than that. The positives are the other views. If there is a
-                    single view, these rows are its positives.
-    negative_mask   (A, N) or (N,), True where a candidate may be a negative. The embeddings of
-                    masked candidates have to be finite, too. Labels can still make a masked
-                    candidate a positive.
-    log_weights     (A, N) or (N,). They are added to the log weights of the rule, get no gradient,
-                    have to be finite, and are cut at ±5e19. They can be scores of a teacher. Or
-                    they correct for how candidates were drawn. There are two cases.
-                    1. K rows of `negatives` were drawn with replacement, row j with the probability
-                    q_j. Pass −log(K q_j). Then with uniform weights the sum over the K rows
-                    estimates the sum over all rows.
-                    2. There are no `negatives`, and the samples of the batch were drawn with
-                    unequal probabilities. Let q_j be the probability of the sample in column j,
-                    and q⁺_i that of anchor i's positive. The usual logQ correction of a softmax
-                    divides e^p by q⁺_i and e^s by q_j. log_weights can change e^s, but not e^p. But
-                    `nce` depends only on the ratios e^s / e^p. So pass log q⁺_i − log q_j (A, N),
-                    with `nce`. For this all positives of an anchor must have the same q⁺_i. With
-                    two or more views they show the anchor's own sample, so q⁺_i is q_i. With one
-                    view and labels they are other samples, and must have equal probabilities.
+    views           (B, D) each, of any floats. Row i shows sample i. Every row is an anchor, in the
+                    order of torch.cat(views). Its positives are the sample's rows in the other
+                    views, and its candidates are the rows of all other samples. A single view needs
+                    labels, or negatives and positive_index, to say what its positives are.
+    negatives       (K, D), or (B, K, D) with rows for each anchor: the candidates in place of the
+                    batch. Then the rows of the first view alone are anchors.
+    positive_index  (B,) or (B, P): rows of `negatives` that show sample i. −1 names none. They are
+                    never its candidates, and they are the positives of a single view.
+    negative_mask   (A, N) or (N,), True where a candidate may be a negative.
+    log_weights     (A, N) or (N,), added to the log weights, without a gradient, cut at ±5e19. If
+                    the K rows of negatives were drawn with probabilities q_j, with replacement,
+                    pass −log(K q_j). If the batch was, pass log q_i − log q_j, with `nce`.
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
-                    label are not negatives of each other. They are positives of each other in two
-                    cases, with the objective ppcl, or for a single view without positive_index.
-                    Every number is a label, even −1.
-    group           A process group of torch.distributed. The candidates are the views of all ranks.
-                    Those of rank r begin in column r·V·B. `negatives` (K, D) must be the same on
-                    all ranks, see `gather`. All ranks have to call with the same shapes.
-                    DistributedDataParallel has to average the gradients, also those of parameters
-                    of the loss. Without DDP, take the mean of each gradient over the ranks.
-                    If reduction is "none", you reduce the losses yourself. For their mean, each
-                    rank calls backward on the mean of its own losses. In that mean an anchor
-                    without a positive counts as a loss of 0, while "mean" leaves it out. For their
-                    sum, each of R ranks calls backward on R times the sum of its own losses, as
-                    averaging the gradients then divides by R.
-    return_stats    Also return a dict of figures, taken from the first 2^20 pairs of this process.
-                    "clamped" is the share of anchors whose debiased mean of e^s comes out below
-                    e^{−1/t}. A true mean cannot be that small, so e^{−1/t} is used in its place.
-                    "positive" and "negative" are mean cosines. "spread" is the root of the
-                    mean variance of an anchor's negative cosines. "candidates" is the mean N_i.
-                    "ess" is the mean of (Σw)² / (N_i Σw²), the share of candidates that count.
-                    A figure is NaN if there is nothing to average.
+                    label are not negatives of each other. They are positives of each other in
+                    `ppcl`, and for a single view without positive_index.
+    group           A process group of torch.distributed. Candidates are the views of all ranks, in
+                    their order. All ranks call with the same shapes and options, and with the same
+                    negatives (K, D), see `gather`. The gradients are right once they are averaged
+                    over ranks, as DistributedDataParallel does. With "none" take the mean of this
+                    rank's losses.
+    return_stats    Also return a dict of figures of this process's first 2^20 pairs: mean cosines
+                    "positive" and "negative", "spread", the root of the mean variance of an
+                    anchor's negative cosines, "candidates", the mean N_i, "ess", the mean of
+                    (Σw)² / (N_i Σw²), the share of candidates that count, and "clamped", the share
+                    of anchors whose debiased mean of e^s takes its floor. NaN is a mean of nothing.
 
-    Inputs are floats of 16 bits or more. All is computed in float32 or float64, with autocast off.
-    On a GPU and in compiled code values are not checked, as that would wait for the device. Time
-    grows as A·N·D, and with `transported` also as A·N in each step of Sinkhorn. Sinkhorn stores the
-    costs of all pairs if it needs their gradient, or if there are at most 2^24 pairs. Otherwise it
-    computes them again in each step, which takes A·N·D.
-    From torch.func, you can use grad, jvp and hessian without a group. Then there are no blocks.
-    You cannot use vmap over inputs, as their values are read. A hessian works, although it uses
-    vmap. That vmap is over directions in which it differentiates, and not over inputs.
-    Ref: see PRESETS"""
-    options = resolve(options)
-    given = negatives, positive_index, labels, negative_mask, log_weights, group  # see `_Anchors`
-    _check_call(options, views, given)
+    All is computed in float32 or float64. Values are checked on a CPU alone, and not in compiled
+    code. torch.func can differentiate it, without blocks."""
+    options = resolve({"loss": loss} | options)
+    given = negatives, positive_index, labels, negative_mask, log_weights, group
+    _check_call(options, views, *given)
     with _autocast_off(views[0].device.type):
-        anchors, shared = _line_up(options, views, given)
-        if "potential" in takes(options["weight_function"]):
-            shared = shared._replace(
-                potential=_uncompiled(_couple, anchors, shared, group, options)
-            )
-        value = _evaluate(anchors, shared, group, options)
-        # A NaN in the embedding of a masked candidate can leave the loss finite, and make the
-        # gradient NaN. So not the loss but the inputs are checked. These checks come last, so that
-        # no rank stops while others wait for it in this call.
+        batch = _line_up(options, views, *given)
+        value = _evaluate(batch, group, options)
+        # A masked NaN does not show in the loss, only in its gradient. Ranks check after they have
+        # communicated, so that none waits for another.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
             _check_finite(f"views[{i}]", view)
-        if return_stats:
-            return value, _statistics(anchors, shared, options)
-        return value
+        return (value, _statistics(batch, options)) if return_stats else value
 
 
-class _Answers(NamedTuple):
-    losses: Tensor  # (a,), 0 where an anchor has no positive
-    lacking: list  # three counts of anchors: without a positive, without a candidate, and clamped
-    pos: Tensor  # logits (a, M)
-    neg: Tensor  # logits (a, N)
-    log_w: Tensor  # (a, N)
-
-
-def answer(anchors, shared, options):
-    """Answer the three questions for some anchors. The answers for an anchor use its row alone.
-    Section 7 calls this for a whole batch or block after block, and may call it twice.
-    `_statistics` calls it, too. So `answer`, and all that it calls, keeps no state, draws no
-    numbers, and does not communicate between ranks."""
-    # 1. Who could be a negative?
-    pos, neg = who(anchors, shared, options)  # logits (a, M), (a, N)
-    if shared.plain:
-        n = neg.new_full(neg.shape[:1], shared.n - anchors.own.shape[1])  # N_i (a,)
-    else:  # count what is not masked, see section 2; this takes a pass over neg
-        n = (neg > FAR).sum(1).to(neg.dtype)
-
-    # 2. How much does each one count?
-    log_w, log_total, log_w_pos = weigh(pos, neg, n, anchors, shared, options)
-
-    # 3. What is done with them?
-    # To add a count to `lacking`, add it wherever this file names `lacking`. The order is that of
-    # `_Answers`.
-    given = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": shared.t}
-    lacking = [0, 0, 0]
+def answer(batch, options):
+    """Answer the three questions for some anchors, each from its own row alone → losses (a,), how
+    many anchors lack a positive, candidates there are and anchors take the floor of debiasing, and
+    the logits and log weights that led there."""
+    pos, neg, n = who(batch, options)
+    log_w = weigh(batch, neg, n, options)
+    known = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": batch.t}
+    counts = [0, n.sum(), 0]
     if "log_negatives" in takes(options["objective_function"]):
-        log_negatives = log_sum(neg, log_w)  # (a,)
-        if options["tau_plus"] != 0:
-            log_negatives, clamped = debias(
-                log_negatives, log_total, pos, log_w_pos, n, shared.t, options
-            )
-            lacking[2] = clamped.sum()
-        given["log_negatives"] = log_negatives
-    losses = _fill_in(options["objective_function"], given)
-
-    # Count what anchors lack. Where a check is skipped, the count is known to be 0.
-    if anchors.pos.shape[1] == 0:  # positives come by label or index alone, and may all be masked
-        no_positive = pos.amax(1) < FAR  # this pos is that of `who`
-        losses = losses.masked_fill(no_positive, 0)
-        lacking[0] = no_positive.sum()
-    if not shared.plain:
-        lacking[1] = (n == 0).sum()
-    return _Answers(losses, lacking, pos, neg, log_w)
+        known["log_negatives"], counts[2] = add_up(batch, pos, neg, log_w, n, options)
+    losses = fill_in(options["objective_function"], known)
+    if batch.pos.shape[1] == 0:  # without another view
+        no_positive = pos.amax(1) < FAR
+        losses, counts[0] = losses.masked_fill(no_positive, 0), no_positive.sum()
+    return losses, counts, (pos, neg, log_w)
 
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
-    A call can override the options given here. An nn.Parameter as temperature is learned. So are
-    the parameters of an nn.Module that you give as weights or objective."""
+    A call can override the options given here. A temperature that is an nn.Parameter is learned,
+    and so are the parameters of an nn.Module as weights or objective."""
 
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        self.options = resolve(self.given)  # to look at; a call does not use it
-        self.learned = [
-            name for name, x in self.given.items() if isinstance(x, nn.Parameter | nn.Module)
-        ]
+        self.options = resolve(self.given)  # to look at
+        learns = (nn.Parameter, nn.Module)
+        self.learned = [name for name, x in self.given.items() if isinstance(x, learns)]
         for name in self.learned:
-            setattr(self, name, self.given[name])  # so that it is trained, moved and saved
+            setattr(self, name, self.given[name])
+
+    def extra_repr(self):
+        """Write the options given here, but for modules, which torch shows."""
+        words = []
+        for name, value in self.given.items():
+            if torch.is_tensor(value):
+                value = f"{value.item():.4g}"
+            elif isinstance(value, str):
+                value = f'"{value}"'
+            if not isinstance(value, nn.Module):
+                words.append(f"{name}={getattr(value, '__name__', value)}")
+        return ", ".join(words).removeprefix("loss=")
 
     def forward(self, *views, **call):
         """Compute the loss of the views, with the module's options and those given here."""
@@ -397,122 +273,49 @@ class ContrastiveLoss(nn.Module):
 
 
 # ---- 2. Weights: how much does each candidate count? -------------------------------------------
-
-# The logit or log weight of what does not count. e^MASKED is 0, and unlike −∞ it makes no NaN.
-# Everything below FAR counts as masked. With unit rows and options within their limits, what counts
-# stays above FAR, and what is masked does not overflow float32. Without normalize, and in functions
-# of your own, you see to that.
-# Section 4 writes MASKED into the matrix of logits in place, behind autograd's back. To autograd a
-# masked logit is still the product of two embeddings, and a gradient that arrives there would move
-# them. No gradient arrives if each path from a masked logit to the loss goes through a function
-# whose gradient at that entry is exactly 0. There are four kinds of such functions.
-#   - a softmax in a row that is not all masked; `log_sum` and `_mean` have one
-#   - a masked_fill that makes a new tensor, as autograd records it
-#   - a clamp
-#   - a softplus or a relu of something far below 0
-# In a row that is all masked a softmax does not help, so there an objective needs one of the
-# others.
-MASKED, FAR = -1e30, -1e20
-
-
-# A rule maps logits (a, any number) to log weights of the same shape. Its parameters are filled in
-# by name. They can be
-#     logits      the logits to weigh. They are those of candidates. In a second call, which
-#                 debiasing makes, they are those of positives
-#     candidates  the logits (a, N) of all candidates of these anchors, for thresholds and sums
-#     potential   numbers g_j (N,), one for each candidate, to be added to the log weights. They
-#                 make the sum of weights over all anchors equal for all candidates. If a rule has
-#                 this parameter, section 5 first calls the rule with g = 0, and finds g from what
-#                 it returns. For positives g is 0, too. A g of 0 is the float 0.0, and not a tensor
-#     t           the temperature. Take this, not the option `temperature`. A block works on its own
-#                 copy of a learned temperature, and t is that copy. A rule that takes the option
-#                 uses the original. Section 7 notices this, and computes all anchors in one go. The
-#                 result is right, but it takes the memory of A·N numbers
-#     and any other option by its name.
-# What a rule must do:
-#   - The weights of an anchor follow from its own row alone, as blocks hold some rows at a time.
-#   - Masked logits are −1e30. Their log weights must be below FAR, so that they stay masked. The
-#     rule may have a gradient there, but a finite one, as a softmax multiplies it by 0. If a
-#     function or its derivative would overflow at −1e30, clamp the logits first, as `transported`
-#     does. No masked logit may enter the weight of another candidate.
-#   - Take sums, means and minima over the logits above FAR alone. There may be none, as the whole
-#     row of an anchor without candidates is masked.
-#   - Do not assume that `logits` are among `candidates`. Those of positives can all be lower or
-#     higher.
-#   - Values and gradients are finite for cosines t · logits from −1 to 1, and 1e-6 beyond, as
-#     rounding can bring cosines there.
-#   - A rule that takes the potential must return a symmetric matrix if logits are symmetric and
-#     g = 0. `_couple` relies on this. For such a rule detach_weights is True by default, and
-#     negatives (B, K, D) are an error.
-# To add a rule, write its function with positional parameters, and its row in WEIGHTS. If it has an
-# option of its own, write an entry in Options. In reference_numpy.py add its formula for candidates
-# to RULES, and that for positives to `weigh_alike`. In test_hardneg.py add its options to
-# WEIGHT_OPTIONS. TestContrastiveLoss compares this file with reference_numpy.py, gradients
-# included. It fails if the matrix of a rule that takes the potential is not symmetric, or if a
-# masked logit gets a gradient. TestRows checks that a rule weighs each row alone, that what is
-# masked stays masked, and that a rule whose row says "scaled" never drops all candidates of an
-# anchor. For positives of the cosine −1, and a little above 1, it checks that value and gradient
-# are finite.
+# A rule maps logits (a, any) to log weights. What is masked stays masked, and does not matter to
+# other entries. A rule names what it needs: `candidates`, the logits (a, N), if others can be
+# weighed, the `potential` (N,) of `sinkhorn`, t, and options.
 
 
 def uniform(logits: Tensor) -> Tensor:
-    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0
-    Masked logits keep their −1e30. So log_w + uniform(logits) is masked wherever the logits are
-    masked."""
-    # hardshrink(x) is 0 if |x| ≤ 1e20, and else x. It is several times as fast as a boolean mask.
-    return F.hardshrink(logits.detach(), lambd=-FAR)
+    """Count every candidate the same: log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
+    return F.hardshrink(logits.detach(), lambd=-FAR)  # 0, or MASKED where it is MASKED
 
 
 def tilted(logits: Tensor, beta: float) -> Tensor:
-    """Count near candidates more: w_ij = e^{β s_ij} / (1/N Σ_k e^{β s_ik}), once it is scaled.
-    The function returns β s_ij. `weigh` scales the weights of each anchor to mean 1.
-    Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is this mean over k"""
+    """Count near candidates more: log w_ij = β s_ij, later scaled to weights of mean 1.
+    Limits: β = 0 is `uniform`, β → ∞ is `hardest`. Ref: [1] Eq. 2, whose Z_β is the mean weight"""
     log_w = beta * logits
-    if beta < 1e-9:  # below 1e-10, β · MASKED would be above FAR; a limit of 1e-9 is safe
-        log_w = log_w + uniform(logits)
+    if beta < 1e-9:  # β · MASKED would not count as masked
+        return log_w + uniform(logits)
     return log_w
 
 
 def hardest(logits: Tensor, candidates: Tensor | None = None) -> Tensor:
-    """Count the nearest candidate alone: log w_ij = 0 where s_ij = max_k s_ik, ties included.
-    With weights="hardest" a loss scales the weights to mean 1, so the nearest candidate counts N_i
-    times, or shares that with its ties. With weights="top" and a tiny alpha a loss keeps the same
-    candidate and does not scale, so it counts once. candidates is as in `top`. Ref: [1] Prop. 1,
-    App. A.1; [4] Eq. 6"""
-    return top(logits, 1e-9, candidates)  # ⌈1e-9 · N⌉ is 1 up to N = 1e9
+    """Count the nearest candidate alone, ties included. Ref: [1] Prop. 1, App. A.1; [4] Eq. 6"""
+    return top(logits, 1e-9, candidates)
 
 
 def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tensor:
-    """Count the upper α quantile: log w_ij = 0 where s_ij ≥ s_i^(α), the ⌈αN⌉-th largest logit.
-    The quantile is that of candidates (a, N). If none are given, it is that of the logits. Ties
-    with it are kept.
-    alpha is at least 1e-9. To keep the k nearest, pass alpha = k / N. Weights are 0 or 1 and not
-    scaled, as [4] takes the plain sum over those that are kept.
-    Limits: α = 1 is `uniform`, α → 0 keeps the nearest. Ref: [4] Eq. 8, 9"""
+    """Count the ⌈αN⌉ nearest of the candidates (a, N), or of the logits, ties included. Weights are
+    0 or 1 and not scaled, as [4] takes a sum. Limit: α = 1 is `uniform`. Ref: [4] Eq. 8, 9"""
     candidates = (logits if candidates is None else candidates).detach()
-    n = (candidates > FAR).sum(-1, keepdim=True)
-    # In floats 0.07 · 100 exceeds 7, so its ceiling would be 8. So α is counted in whole
-    # billionths. int() rounds α down to them. That makes αN smaller by less than N / 1e9, so by
-    # less than 1 if N is below 1e9. For α = k / N the product is then above k − 1 and at most k. So
-    # its ceiling is k. Rounded up, 2/3 of N = 3 would be 2.000000001, with the ceiling 3.
-    billionths = int(alpha * 1e9)
-    kept = (-(-n * billionths // 10**9)).clamp_min(1)  # ⌈αN_i⌉
-    fewest, most = 1, -(-candidates.shape[-1] * billionths // 10**9)
+    billionths = int(alpha * 1e9)  # 0.07 · 100 exceeds 7 in floats
+    kept = -(-(candidates > FAR).sum(-1, keepdim=True) * billionths // 10**9)  # ⌈αN_i⌉
+    fewest, most = 0, -(-candidates.shape[-1] * billionths // 10**9)
     if _may_read(kept):
-        fewest, most = map(int, kept.aminmax())
+        fewest, most = kept.min().item(), max(1, kept.max().item())
     nearest = candidates.topk(most, sorted=fewest < most).values
     if fewest < most:
-        threshold = nearest.gather(-1, kept - 1)
-    else:
-        threshold = nearest.amin(-1, keepdim=True)  # sorting would take twice as long
+        threshold = nearest.gather(-1, (kept - 1).clamp_min(0))
+    else:  # sorting would take twice as long
+        threshold = nearest.amin(-1, keepdim=True)
     return uniform(logits).masked_fill(logits < threshold, MASKED)
 
 
-# To add a cost, add its row here. A row has the name of a cost, and a function. The function
-# computes the cost from the cosine of two unit rows. d² is ‖x − y‖² = 2 − 2 cos.
-# Masked pairs come to it with a cosine of −2. So a cost and its gradient must be finite for cosines
-# from −2 to 1 + 1e-6. Divided by the smallest ε it must stay below 1e20, since more would count as
-# masked. Ref: [2] Eq. 5, VII-C
+# From the cosine of two unit rows, for which d² = 2 − 2 cos. Ref: [2] Eq. 5, VII-C, whose
+# e^{d² − κ} is "exp" with epsilon multiplied by e^κ
 COSTS = {
     "sqeuclidean": lambda cosines: 1 - cosines,  # ½d²
     "exp": lambda cosines: torch.exp(2 - 2 * cosines),  # e^{d²}
@@ -522,41 +325,27 @@ COSTS = {
 def transported(
     logits: Tensor, potential: Tensor, t: float | Tensor, epsilon: float, cost: str
 ) -> Tensor:
-    """Count near candidates more, but give all candidates the same total weight over all anchors.
-    This is exact if all anchors have equally many candidates. Otherwise scaling to mean 1 gives
-    anchor i the total N_i, and the totals of the candidates are not equal any more.
-        w_ij ∝ e^{−C_ij/ε + g_j}, the entropic coupling; scaled to mean 1, w_ij = N P_ij / Σ_k P_ik
-    logits are cosines over t, and potential is the g (N,) that `sinkhorn` finds.
-    Limits: ε → 0 is optimal transport. ε → ∞ is `uniform` if all anchors have equally many
-    candidates, and all candidates equally many anchors, as in a batch. "sqeuclidean" with g = 0 is
-    `tilted` with β = t/ε.
-    Ref: [2] Eq. 5, Lemma 3. Its Eq. 7 omits e^{g_j}."""
-    # a masked logit becomes a cosine of −2, where costs are finite, and `uniform` masks it again
-    cosines = t * logits.clamp_min(-2 / t)
-    log_kernel = COSTS[cost](cosines) / -epsilon
-    return log_kernel + potential + uniform(logits)
+    """Count near candidates more, but give all of them the same total over the anchors:
+    w_ij ∝ e^{−C_ij/ε + g_j}, with the potential g (N,) of `sinkhorn`, later scaled to mean 1.
+    Limits: ε → 0 is optimal transport. "sqeuclidean" with g = 0 is `tilted` with β = t/ε.
+    Ref: [2] Eq. 5, Lemma 3; its Eq. 7 omits e^{g_j}"""
+    cosines = t * logits.clamp_min(-2 / t)  # e^{d²} of what is masked would overflow
+    return COSTS[cost](cosines) / -epsilon + potential + uniform(logits)
 
 
 def own_rule(logits, weights):
-    """Weigh by a function of the user's, and mask what it returns wherever the logit is masked.
-    Unlike our rules, it may mix masked columns into others, or have an infinite gradient at −1e30,
-    which a softmax does not stop. So its logits are filled again, by a masked_fill that autograd
-    records, see MASKED."""
+    """Weigh by a function of the user's."""
     try:
-        log_w = weights(logits.masked_fill(logits < FAR, MASKED))
-        _check_result("weights", log_w, logits.shape)
+        log_w = weights(logits)
+        _check_tensor("what weights returned", log_w, "", logits.shape, required=True)
     except Exception as error:
         error.add_note("weights= gets some anchors at a time. log_weights= takes a matrix.")
         raise
-    log_w = log_w.to(logits.dtype).clamp_min(MASKED)  # −∞ is masked, too
-    return log_w.masked_fill(logits < FAR, MASKED)
+    return log_w.to(logits.dtype).clamp_min(MASKED).masked_fill(logits < FAR, MASKED)
 
 
-# rule: its function, and a word on the mean of an anchor's weights
-#     "one"     it is 1 already
-#     "scaled"  `weigh` makes it 1 by a softmax; the rule must not drop all candidates of an anchor,
-#               as a softmax over a row of equal −1e30 gives each of them the same share
-#     "any"     it can be anything, and `weigh` leaves it
+# rule: its function, and the mean of an anchor's weights: "one" already, to be "scaled" to one by a
+# softmax, or "any". A rule of "any" may keep no candidate. The anchor has no negatives then.
 WEIGHTS = {
     "uniform": (uniform, "one"),
     "tilted": (tilted, "scaled"),
@@ -566,149 +355,91 @@ WEIGHTS = {
 }
 
 
-def by_rule(logits, candidates, potential, t, options):
-    """Weigh logits (a, any number) by the chosen rule. `candidates` are the logits (a, N) of the
-    candidates of the same anchors."""
-    given = {"logits": logits, "candidates": candidates, "potential": potential, "t": t}
-    log_w = _fill_in(options["weight_function"], options | given)
-    if options["detach_weights"]:
-        return log_w.detach()
-    return log_w
-
-
-def weigh(pos, neg, n, anchors, shared, options):
-    """Answer question 2. Return three results:
-        log weights (a, N) of candidates
-        the log of the sum of these weights (a,), or None if nothing is debiased
-        log weights (a, M) of positives, or None if nothing is debiased or there is one positive
-    The rule weighs a positive like a candidate with the same logit, and with a potential of 0.
-    Weights of positives are not scaled, since `debias` divides them by their sum."""
-    log_w = by_rule(neg, neg, shared.potential, shared.t, options)
-    if options["weight_mean"] == "scaled" or options["tau_plus"] != 0:
-        log_n = n.log().clamp_min(MASKED)  # MASKED for an anchor without candidates
-    if options["weight_mean"] == "scaled":
-        # the softmax of a row without candidates is not masked, and log_n masks it again
-        log_w = torch.log_softmax(log_w, -1) + log_n[:, None]
-    if anchors.log_weights is not None:
-        log_w = log_w + anchors.log_weights
-    if options["tau_plus"] == 0:
-        return log_w, None, None
-    # The sum is N_i as long as the weights have mean 1. If you add something that changes them
-    # after they were scaled, name it in the condition that follows, so their sum is computed.
-    log_total = log_n
-    if options["weight_mean"] == "any" or anchors.log_weights is not None:
-        log_total = log_sum(log_w)
-    log_w_pos = None
-    if pos.shape[1] > 1:  # the weight of a single one cancels
-        log_w_pos = by_rule(pos, neg, 0.0, shared.t, options)
-    return log_w, log_total, log_w_pos
-
-
 def takes(function):
     """List the names of a function's parameters."""
-    # A decorator such as torch.no_grad keeps the function in __wrapped__. inspect.signature would
-    # take thirty times as long
     code = getattr(function, "__wrapped__", function).__code__
     return code.co_varnames[: code.co_argcount]
 
 
-def _fill_in(function, given):
+def fill_in(function, given):
     """Call a function with what its parameters name."""
     return function(*[given[name] for name in takes(function)])
 
 
+def by_rule(logits, candidates, potential, t, options):
+    """Weigh logits (a, any) by the chosen rule, where those of the candidates are (a, N)."""
+    given = {"logits": logits, "candidates": candidates, "potential": potential, "t": t}
+    log_w = fill_in(options["weight_function"], options | given)
+    return log_w.detach() if options["detach_weights"] else log_w
+
+
+def weigh(batch, neg, n, options):
+    """Answer question 2: log weights (a, N)."""
+    log_w = by_rule(neg, neg, batch.potential, batch.t, options)
+    if options["weight_mean"] == "scaled":
+        log_w = torch.log_softmax(log_w, -1) + n.log().clamp_min(MASKED)[:, None]
+    return log_w if batch.log_weights is None else log_w + batch.log_weights
+
+
 # ---- 3. Objectives: what is done with the weighted negatives? ----------------------------------
-# An objective maps what is known of some anchors to their losses (a,). Its parameters are filled in
-# by name. They can be
-#     pos            logits (a, M) of positives, MASKED where there is none
-#     log_negatives  the log of Σ_j w_j e^{s_j} (a,), debiased; formulas call the sum "negatives".
-#                    It is below FAR for an anchor without negatives. Only the objectives that take
-#                    it are debiased. The others ignore tau_plus
-#     neg, log_w     logits and log weights (a, N) of candidates, below FAR for what does not count.
-#                    What is masked in neg is masked in log_w, too, but a rule can drop more in
-#                    log_w alone. So log_w tells what counts
-#     t              the temperature; t · logits are cosines
-#     and any other option by its name.
-# What an objective must do:
-#   - The loss of an anchor follows from its own row alone.
-#   - Send no gradient to masked logits. Autograd does not know that they were masked, so a gradient
-#     there would reach the embeddings, see `_mask_`. An anchor without negatives needs care, as its
-#     row is all masked. Its gradient with respect to neg, log_w and log_negatives has to be 0.
-#     `nce`, `each` and `ppcl` see to that by a softplus, `decoupled` by a masked_fill, and `simple`
-#     and `triplet` by the masked_fill of `_mean`.
-#   - Values and gradients are finite without negatives, without positives, and for cosines from −1
-#     to 1, and 1e-6 beyond because of rounding.
-# To add an objective, write its function and its row in OBJECTIVES, and an entry in Options if it
-# has an option of its own. Write its formula in reference_numpy.py, too. TestObjectives,
-# TestContrastiveLoss and TestExtremes check these points.
+# An objective maps logits `pos` (a, M) of positives, and logits `neg` and log weights `log_w`
+# (a, N) of candidates, MASKED for what does not count, to losses (a,). `log_negatives` (a,) is
+# log Σ_j w_j e^{s_j}, debiased, far below 0 without negatives. An objective names what it needs of
+# these, t and options.
 
 
 def nce(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute noise-contrastive estimation: −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + negatives) ).
-    It is 0 without negatives. Limits for one positive, uniform weights and τ⁺ = 0: as t → 0,
-    t · nce becomes half of `triplet` on `hardest` with η = 0. As t → ∞, nce becomes
-    log(1 + N) + N / ((1 + N) t) · `simple`.
+    Limits for one positive, uniform weights and τ⁺ = 0: as t → 0, t · nce becomes half of `triplet`
+    on `hardest` with η = 0. As t → ∞, nce becomes log(1 + N) + N / ((1 + N) t) · `simple`.
     Ref: [1] Eq. 1, 2, Fig. 5; [2] Eq. 8; [4] Eq. 1, 6, 7, 9"""
-    # softplus(x) is log(1 + e^x). Above the threshold it returns x, which is the same there
     return F.softplus(log_negatives - log_sum(pos), threshold=40)
 
 
 def each(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute `nce` of each positive alone: −1/M Σ_m log( e^{p_m} / (e^{p_m} + negatives) ).
     Ref: [1] Eq. 2, as printed"""
-    losses = F.softplus(log_negatives[:, None] - pos, threshold=40)  # (a, M)
-    return _mean(losses, uniform(pos))
+    return _mean(F.softplus(log_negatives[:, None] - pos, threshold=40), uniform(pos))
 
 
 def ppcl(pos: Tensor, log_negatives: Tensor) -> Tensor:
     """Compute the partially pseudo-labelled loss −1/M Σ_m log(e^{p_m}/(Σ_l e^{p_l} + negatives)).
-    It is `nce` + logsumexp_m p_m − mean_m p_m, so it is `nce` for one positive. Ref: [3] Eq. 8"""
+    It is `nce` for one positive. Ref: [3] Eq. 8"""
     return nce(pos, log_negatives) + log_sum(pos) - _mean(pos, uniform(pos))
 
 
 def decoupled(pos: Tensor, log_negatives: Tensor) -> Tensor:
-    """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}.
-    It is 0 without negatives. Unlike in `nce`, a near positive keeps its full gradient. For one
-    positive and weights of mean 1,
-        decoupled at τ⁺ = 0, plus log(1 + 1/N)  =  nce at τ⁺ = 1/(N + 1)
-    This does not hold where debiasing takes its floor, see `published`.
-    Ref: [12] Eq. 6"""
+    """Compute `nce` without positives in the denominator: log negatives − log Σ_m e^{p_m}, or 0
+    without negatives. Ref: [12] Eq. 6"""
     return (log_negatives - log_sum(pos)).masked_fill(log_negatives < FAR, 0)
 
 
 def simple(pos: Tensor, neg: Tensor, log_w: Tensor, t: float | Tensor = 1.0) -> Tensor:
     """Compute the difference of mean cosines: −1/M Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j.
-    Without negatives the second sum is 0. [4] multiplies the plain sum over negatives by λ. As a
-    mean is taken here, λ is 1/N, and 1/⌈αN⌉ with `top`.
-    Ref: [4] Eq. 3; [2] Eq. 9"""
+    Ref: [4] Eq. 3, whose λ is 1 / N here; [2] Eq. 9"""
     return t * (_mean(neg, log_w) - _mean(pos, uniform(pos)))
 
 
 def triplet(
     pos: Tensor, neg: Tensor, log_w: Tensor, margin: float, t: float | Tensor = 1.0
 ) -> Tensor:
-    """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j.
-    The difference of the distances is 2 (cos_j − cos_m). A block of anchors takes memory of a·M·N,
-    or of a·N² if labels make positives.
-    Ref: [2] IV. At η = 0 on `hardest` it is twice [4] Eq. 6."""
-    differences = t * neg[:, None] - t * pos[:, :, None]  # (a, M, N)
+    """Compute the hinge 1/M Σ_m Σ_j w_j max(0, ‖z − z_m‖² − ‖z − z_j‖² + η) / Σ_j w_j, in memory of
+    a·M·N. Ref: [2] IV. At η = 0 on `hardest` it is twice [4] Eq. 6."""
+    differences = t * neg[:, None] - t * pos[:, :, None]  # (a, M, N), of cosines
     hinges = F.relu(2 * differences + margin)
     return _mean(_mean(hinges, log_w[:, None]), uniform(pos))
 
 
 def own_objective(pos, neg, log_w, objective):
-    """Judge by a function of the user's.
-    Its arguments are filled again, for the reason that `own_rule` has."""
-    dropped = torch.minimum(neg, log_w) < FAR
-    neg, log_w = neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED)
-    losses = objective(pos.masked_fill(pos < FAR, MASKED), neg, log_w)
-    _check_result("objective", losses, neg.shape[:1])
+    """Judge by a function of the user's."""
+    dropped = torch.minimum(neg, log_w) < FAR  # by a mask or by the rule
+    losses = objective(pos, neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED))
+    _check_tensor("what objective returned", losses, "", neg.shape[:1], required=True)
     return losses.to(neg.dtype)
 
 
 def _mean(x, log_w):
-    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension. It is 0 where nothing has a weight.
-    log_w = uniform(pos) gives the mean over the positives that are present."""
+    """Compute Σ_j w_j x_j / Σ_j w_j over the last dimension, 0 where nothing has a weight."""
     nothing = log_w.amax(-1) < FAR
     return (torch.softmax(log_w, -1) * x).sum(-1).masked_fill(nothing, 0)
 
@@ -722,509 +453,287 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
     "triplet": (triplet, False),
 }
 
-# Debiasing. A share τ⁺ of the candidates has the anchor's class, so these are false negatives.
-# Their mean of e^s is about that of the positives, and so can be subtracted. In formulas
-#     E  = Σ_j w_j e^{s_j} / Σ_j w_j         over the candidates of an anchor
-#     E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m       over its positives, weighed by the same rule
-# What is left of E is (E − τ⁺ E⁺) / (1 − τ⁺). It may be too little, or negative, as E and E⁺ are
-# means over few samples. So `published` has a floor. Then `debias` adds log_total, which is the log
-# of Σ_j w_j. In the code log E is log_negatives − log_total.
-# Some anchors have no negatives. They have no candidates, or a rule drops them all. In both cases
-# log_total is below FAR. Nothing tests log E, as it does not tell this. Without candidates
-# log_negatives is −2e30, the sum of a masked logit and a masked log weight, and log_total is −1e30.
-# So log E is −1e30. If a rule drops all candidates, log_negatives and log_total are both about
-# −1e30. Their difference log E is a mere rounding error of either sign, of up to 1e23. That does no
-# harm, as `published` makes a finite number with a finite gradient of any log E.
-# These cases come up.
-#     anchor                   log E     log E⁺   `published` returns   log_total   their sum
-#     ordinary                 finite    finite   what is left          finite      finite
-#     with too little left     finite    finite   the floor             finite      finite
-#     without positives        finite    −1e30    what is left          finite      finite
-#     without candidates       −1e30     finite   the floor             −1e30       below FAR
-#     all dropped by a rule    noise     finite   something finite      −1e30       below FAR
-#     without either           −1e30     −1e30    the floor             −1e30       below FAR
-# `debias` returns the sum. In the last three rows it is below FAR, so the anchor counts as one
-# without negatives. If you change `debias`, keep adding log_total after `published`. Without
-# positives `answer` makes the loss 0.
-# TestDebiased, TestExtremes and TestFunctions go through these cases, with gradients.
-
 
 def published(log_mean, log_mean_pos, tau_plus, t):
-    """Subtract the false negatives that are expected, and return the log of what is left.
+    """Subtract the false negatives that are expected → the log of what is left (a,), and where (a,)
+    that is the floor, the e^s of the cosine −1, below which no mean can be:
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
-    log_mean is log E, log_mean_pos is log E⁺, and tau_plus is a tensor, all (a,). The results are
-    the log of what is left (a,), and a boolean tensor (a,) that is True where the floor applies.
-    The floor is the e^s of the cosine −1, and no mean can be below it. Where it applies, the result
-    has a gradient in t alone. Ref: [1] Eq. 2. The code in Fig. 5 of [1] bounds the sum of N terms
-    by e^{−1/t}. That is too low by the factor N, as a sum of N terms is at least N e^{−1/t}."""
-    log_false = tau_plus.log() + log_mean_pos
-    nothing_left = log_false >= log_mean
-    # Where nothing is left, the log below would get a number of at most 0. The NaN of its gradient
-    # would pass through torch.where. So the gap is set to −1 there.
-    gap = (log_false - log_mean).masked_fill(nothing_left, -1)
-    # log E + log[ (1 − τ⁺E⁺/E) / (1 − τ⁺) ]. Numerator and denominator are multiplied by −1 here,
-    # since expm1(gap) is τ⁺E⁺/E − 1
+    log_mean is log E, the mean of e^s over candidates. log_mean_pos is log E⁺, over positives.
+    Ref: [1] Eq. 2. Its code in Fig. 5 bounds a sum of N terms by e^{−1/t}, N times too low"""
+    gap = tau_plus.log() + log_mean_pos - log_mean  # log of τ⁺E⁺/E
+    nothing_left = gap >= 0
+    gap = gap.masked_fill(nothing_left, -1)  # the log below would have a gradient of NaN
     rest = log_mean + torch.log(torch.expm1(gap) / (tau_plus - 1))
     floor = -1 / t
     clamped = nothing_left | (rest < floor)
     return torch.where(clamped, floor, rest), clamped
 
 
-def debias(log_negatives, log_total, pos, log_w_pos, n, t, options):
-    """Debias log_negatives (a,). log_total (a,) is the log of the sum of weights. The results are
-    the debiased log_negatives (a,), and a boolean tensor (a,). It is True where the floor of
-    `published` applies and the anchor has negatives."""
-    if log_w_pos is None:
-        log_mean_pos = log_sum(pos)  # log E⁺, of a single positive
+def mean_positive(pos, neg, t, options):
+    """Compute the log of the mean of e^p over positives (a,), weighted like candidates."""
+    if pos.shape[1] == 1:
+        return log_sum(pos)
+    # if the rule drops all of them, they count the same
+    log_w = by_rule(pos, neg, 0.0, t, options) + uniform(pos)
+    return log_sum(pos, torch.log_softmax(log_w, -1))
+
+
+def add_up(batch, pos, neg, log_w, n, options):
+    """Compute log Σ_j w_j e^{s_j} (a,), debiased if the loss is, and how many anchors take the
+    floor. Where all is masked, the result is."""
+    log_negatives, tau_plus = log_sum(neg, log_w), options["tau_plus"]
+    if tau_plus == 0:
+        return log_negatives, 0
+    if tau_plus is None:
+        tau_plus = 1 / (1 + n.clamp_min(1))
     else:
-        # All positives can be below the threshold that `top` takes from candidates. Then each has
-        # a log weight of −1e30. Absent positives have that, too, and would get the same share. So
-        # uniform(pos) lowers theirs to −2e30. Then their share is 0, and the others share equally.
-        shares = torch.log_softmax(log_w_pos + uniform(pos), -1)
-        log_mean_pos = log_sum(pos, shares)
-    tau_plus = options["tau_plus"]
-    # an anchor without candidates has a τ⁺ of 1/2, since 1 would make NaN
-    tau_plus = 1 / (1 + n.clamp_min(1)) if tau_plus is None else torch.full_like(n, tau_plus)
-    log_mean, clamped = published(log_negatives - log_total, log_mean_pos, tau_plus, t)
-    return log_mean + log_total, clamped & (log_negatives > FAR)
+        tau_plus = torch.full_like(n, tau_plus)
+    if options["weight_mean"] == "any" or batch.log_weights is not None:
+        log_total = log_sum(log_w)  # log Σ_j w_j
+    else:
+        log_total = n.log().clamp_min(MASKED)
+    log_mean_pos = mean_positive(pos, neg, batch.t, options)
+    log_mean, clamped = published(log_negatives - log_total, log_mean_pos, tau_plus, batch.t)
+    return log_mean + log_total, (clamped & (log_negatives > FAR)).sum()
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
-# For two views of three samples, a1 a2 a3 and b1 b2 b3, the logits of a batch are this matrix. A
-# row is an anchor and a column is a candidate. The columns of the anchor's own sample are masked
-# (−), and `own` lists these columns. The logit of its positive is kept apart, in `pos`.
+# For two views of three samples, a1 a2 a3 and b1 b2 b3, a row is an anchor and a column a
+# candidate. The columns of the own sample are masked (−).
 #              a1  a2  a3  b1  b2  b3     pos
 #         a1   −   s   s   −   s   s      a1·b1
-#         a2   s   −   s   s   −   s      a2·b2
 #         …
 #         b3   s   s   −   s   s   −      b3·a3
-# If `negatives` are given, they are the columns, and the rows are a1 a2 a3.
-#     To add an argument with a row for each anchor, see `_Anchors`.
-#     To add an argument with an entry for each sample, see `_Shared`.
-#     To add a source of positives, see the comments below `who`.
-#     To add an option that masks, see the table above `_mask_`.
-# TestContrastiveLoss and TestNamedPositives compare losses and gradients with reference_numpy.py,
-# under random masks, labels, margins and indices.
 
 
-class _Anchors(NamedTuple):
-    """What is known of each anchor. Every tensor has a row for each, so blocks can cut them all.
-    A new argument with a row for each anchor needs a field here. Append the argument to the tuple
-    `given` in `contrastive_loss`. Unpack it in `_check_call`, and check it there. Unpack it in
-    `_line_up`, and fill the field there. If it masks, see `_mask_`, too. New fields go last and
-    default to None, as `mine` fills the first ones by position. `_couple` gathers each field over
-    ranks. So the new field must have the same shape on all ranks, or be None on all. Add a variant
-    to VARIANTS of test_hardneg.py, so that TestGather compares it.
-    The field `own` lists the columns of the anchor's own sample. `plain`, a field of `_Shared`,
-    says that `answer` knows N_i without counting. `own` has four sources. For each source the table
-    says what the entries of a row of `own` are like, and whether `plain` can be True.
-        source               each once        −1 occurs   `who` reads positives there   `plain`
-        batch                yes              no          no                            can be True
-        negatives, no index  there are none   no          no                            can be True
-        positive_index       yes, except −1   yes         yes, if V is 1                is False
-        `mine`               not ensured      yes         yes                           is False
-    In a batch the columns of the positives are in `own`, too, but their logits come from `pos`.
-    For positive_index `_each_once` makes entries differ. Otherwise one could be a positive twice.
-    In `mine` that does no harm, as only the largest of the positives is used there.
-    A new source with `plain` True must have no entry twice and no −1, as `answer` then takes N
-    minus the width of `own` for N_i."""
+class _Batch(NamedTuple):
+    """All tensors of a call. The first eight have a row for each anchor."""
 
     scaled: Tensor  # (A, D), embeddings over t, whose products with candidates are logits
-    pos: Tensor  # (A, V − 1), logits of the positives in other views. No entry of this field may be
-    #              MASKED. If it has a column, `answer` assumes that every anchor has a positive.
-    #              `who` returns a wider matrix, also called pos. That has these columns, or for a
-    #              single view the positives by index, and then the positives by label. Columns that
-    #              `who` adds may be MASKED
-    own: Tensor  # (A, any number), columns that show the anchor's own sample, or −1 for none. They
-    #              are never candidates. If positives_by_index is True, they are its positives
+    pos: Tensor  # (A, V − 1), logits of the other views
+    own: Tensor  # (A, V), columns of the own sample; (A, 0) with `negatives`
+    named: Tensor | None = None  # (A, P), positive_index, −1 for none
     negatives: Tensor | None = None  # (A, K, D), if each anchor has candidates of its own
-    mask: Tensor | None = None  # (A, N), True where a candidate may be a negative
+    mask: Tensor | None = None  # (A, N)
     log_weights: Tensor | None = None  # (A, N)
     labels: Tensor | None = None  # (A,)
 
-    def of(self, rows):
-        return self._make(None if x is None else x[rows] for x in self)
-
-    def blocks(self, size):
-        """Cut into blocks of `size` anchors."""
-        return [self.of(slice(i, i + size)) for i in range(0, len(self.scaled), size)]
-
-
-class _Shared(NamedTuple):
-    """What all anchors share. A shared tensor that requires a gradient should be a field here. If
-    `_run_blocks` finds one that is not a field, it gives up blocks, and the whole batch is computed
-    in one go. In one process this only takes memory. Over ranks see the rules of section 7.
-    A new argument with an entry for each sample, (B,), or (B + K,) with `negatives`, needs two new
-    fields. One is in `_Anchors`, like `labels`, and one here, like `candidate_labels`.
-        in                     the field of `_Anchors` has           the field of `_Shared` has
-        a batch                its B entries, once for each view     `gather` of that field
-        a call with negatives  its first B entries, of the anchors   its last K entries
-    Let `_check_call` check the argument, and let `_check_negatives` refuse it for (B, K, D). Add it
-    to VARIANTS of test_hardneg.py, and to DRAWN of TestContrastiveLoss. New fields go last, and
-    have a default."""
-
-    t: Tensor | float  # (), if it is a tensor
-    n: int  # N
-    candidates: Tensor | None = None  # (N, D), if anchors do not have candidates of their own
+    candidates: Tensor | None = None  # (N, D), if they are shared
     candidate_labels: Tensor | None = None  # (N,)
-    potential: Tensor | None = None  # (N,), if candidates and anchors are coupled
-    positives_by_index: bool = False  # the columns `own` are the positives
-    positives_by_label: bool = False  # candidates of the anchor's label are positives
-    batch: bool = False  # True if no `negatives` are given. Then the anchors of all ranks are the
-    #                      candidates, which `_couple` relies on, and `own` has no −1
-    plain: bool = False  # every anchor has a candidate, only `own` is masked, and `own` has no −1
+    potential: Tensor | None = None  # (N,), of the coupling
+    t: Tensor | float = 1.0
+
+    def n(self):
+        """Return N."""
+        return len(self.candidates) if self.negatives is None else self.negatives.shape[1]
+
+    def blocks(self, n_anchors, size):
+        """Cut into blocks of `size` anchors."""
+        n_blocks = -(-n_anchors // size)
+        none = [None] * n_blocks
+        columns = [none if x is None else x.split(size) for x in self[:8]]
+        return [_Batch._make(rows + self[8:]) for rows in zip(*columns, strict=True)]
 
 
-# What `_line_up` makes of each kind of call, for the anchors of a sample. 2+ is two or more.
-#     line   views   negatives   and                 `own`                     positives
-#     1      2+      no          labels or nothing   columns of the sample     the other views
-#     2      1       no          labels              column of the sample      others of its label
-#     3      1       yes         labels              no columns                rows of its label
-#     4      2+      yes         labels or nothing   no columns                the other views
-#     5      2+      yes         positive_index      rows that it names        the other views
-#     6      1       yes         positive_index      rows that it names        these rows
-# A row of `negatives` is a column of the matrix. Lines 5 and 6 may have labels, too.
-# If labels are given, the objective ppcl takes as positives all columns that have the sample's
-# label and are not in `own`. Lines 2 and 3 have these already. In lines 1, 4, 5 and 6 they are
-# added. Candidates in `own` are masked. If there are labels, those of the sample's label are
-# masked, too.
-
-
-def _line_up(options, views, given):
-    """Arrange the arguments of a call as anchors, and what they share."""
-    negatives, positive_index, labels, mask, log_weights, group = given
+def _line_up(options, views, negatives, positive_index, labels, mask, log_weights, group):
+    """Arrange the arguments of a call as a batch of this rank's anchors."""
+    b, v, in_batch = len(views[0]), len(views), negatives is None
     project = unit if options["normalize"] else _upcast
-    b, v = len(views[0]), len(views)
-    n_anchors = v * b  # in a batch
-    z = project(torch.cat(views))  # (A, D)
-    t = options["temperature"]
+    z, t = project(torch.cat(views)), options["temperature"]  # (V·B, D)
     if torch.is_tensor(t):
-        t = t.to(z).view(())  # so that the gradient of a t of 16 bits is summed in 32
+        t = t.to(z).view(())
+    tensor = functools.partial(torch.as_tensor, device=z.device)
 
-    # In a batch all views are anchors, and candidates of each other. If negatives are given, the
-    # first view alone has anchors. positive_index says which of the negatives show the anchor's
-    # own sample. The others are candidates.
-    in_batch = negatives is None
+    scaled = z / t
+    pos = [(scaled * z.roll(-k * b, 0)).sum(1, keepdim=True) for k in range(1, v)]
+    pos = pos[0] if v == 2 else torch.cat([z[:, :0]] + pos, 1)
+    known = {"t": t}
     if in_batch:
-        anchors, candidates = z / t, gather(z, group)
-        positives = [z.roll(-k * b, 0) for k in range(1, v)]  # of the view k places further on
-        # Row i of `own` has the columns i, i + B, i + 2·B, … modulo A. For two views of three
-        # samples these are the rows 0 3, 1 4, 2 5, 3 0, 4 1, 5 2. Row i takes every third entry of
-        # 0 1 2 3 4 5 0 1 2 3 4 5, beginning with entry i.
-        columns = torch.arange(2 * n_anchors, device=z.device) % n_anchors
-        own = columns.as_strided((n_anchors, v), (1, b))  # (A, V)
-        if group is not None:
-            own = own + distributed.get_rank(group) * n_anchors
-    else:
-        anchors, *positives = z.split(b)
-        anchors, candidates = anchors / t, project(negatives.to(z.dtype))
-        own = z.new_empty(b, 0, dtype=torch.long)
+        known["candidates"] = gather(z, group)
+        first = len(z) * _rank(group)
+        columns = torch.arange(first, first + len(z), device=z.device).view(v, b)
+        own = columns.T.expand(v, b, v).reshape(-1, v)
+    else:  # the first view alone has anchors
+        kind = "candidates" if negatives.ndim == 2 else "negatives"
+        known[kind] = project(negatives.to(z.dtype))
+        scaled, pos = scaled[:b], pos[:b]
+        own = torch.empty(b, 0, dtype=torch.long, device=z.device)
     if positive_index is not None:
-        own = _each_once(torch.as_tensor(positive_index, device=z.device).long().view(b, -1))
-    products = [(anchors * x).sum(1, keepdim=True) for x in positives]  # (A, 1) each
-    # (A, V − 1). Two views have one product, which needs no copy. A single view has no positive
-    # yet, and anchors[:, :0] makes this (A, 0).
-    pos = products[0] if v == 2 else torch.cat([anchors[:, :0]] + products, 1)
-
-    # What is known of pairs
-    candidate_labels = None
+        known["named"] = _each_once(tensor(positive_index).long().view(b, -1))
     if labels is not None:
-        all_labels = torch.as_tensor(labels, device=z.device)
-        labels = all_labels[:b].repeat(len(anchors) // b)
-        candidate_labels = gather(labels, group) if in_batch else all_labels[b:]
+        labels = tensor(labels)
+        known["labels"] = labels[:b].repeat(len(scaled) // b)
+        known["candidate_labels"] = gather(known["labels"], group) if in_batch else labels[b:]
     if mask is not None:
-        mask = torch.as_tensor(mask, device=z.device).expand(len(anchors), -1)
-    if log_weights is not None:
-        # a log weight below FAR would mask a candidate, and one near 1e30 would unmask a masked one
+        known["mask"] = tensor(mask).expand(len(scaled), -1)
+    if not in_batch and known.keys() == {"t", "candidates"} and _may_read(z):
+        if (negatives == views[1][0]).all(-1).any():
+            _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
+    if log_weights is not None:  # one below FAR would mask, and one near 1e30 would unmask
         log_weights = log_weights.detach().to(z).clamp(FAR / 2, -FAR / 2)
-        log_weights = log_weights.expand(len(anchors), -1)
-    of_each = None
-    n = candidates.shape[-2]
-    if candidates.ndim == 3:
-        of_each, candidates = candidates, None
-
-    # A single view has positives by index, or else by label
-    by_index = v == 1 and positive_index is not None
-    by_label = labels is not None and (options["by_label"] or (v == 1 and not by_index))
-    # If `plain` is True, `answer` takes N − own.shape[1] for N_i, and does not look at the matrix.
-    # So whatever else masks is named here, see the table above `_mask_`.
-    plain = mask is None and labels is None and positive_index is None
-    plain = plain and b > 1 and not _has_margin(options)
-    is_shared = plain and not in_batch and of_each is None
-    # views[1] exists here. A single view needs labels or positive_index, and either makes `plain`
-    # False.
-    if is_shared and _may_read(z) and (negatives == views[1][0]).all(-1).any():
-        _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
-    known = _Anchors(anchors, pos, own, of_each, mask, log_weights, labels)
-    return known, _Shared(
-        t,
-        n,
-        candidates,
-        candidate_labels,
-        positives_by_index=by_index,
-        positives_by_label=by_label,
-        batch=in_batch,
-        plain=plain,
-    )
+        known["log_weights"] = log_weights.expand(len(scaled), -1)
+    batch = _Batch(scaled, pos, own, **known)
+    if "potential" in takes(options["weight_function"]):
+        rows = tuple(gather(x, group) for x in batch[:8])
+        everyone = _Batch._make(rows + batch[8:])
+        return batch._replace(potential=_uncompiled(_couple, everyone, options))
+    return batch
 
 
 def _each_once(index):
     """Keep one of equal entries in each row of index (B, P). The others become −1."""
     ordered, order = index.sort(1)
     ordered[:, 1:].masked_fill_(ordered.diff(dim=1) == 0, -1)
-    return ordered.scatter(1, order, ordered)  # in the order that was given
+    return ordered.scatter(1, order, ordered)
 
 
-def who(anchors, shared, options):
+def who(batch, options):
     """Answer question 1: logits of positives (a, M) and of candidates (a, N), MASKED if they do not
-    count."""
-    if anchors.negatives is None:
-        neg = anchors.scaled @ shared.candidates.T  # (a, N)
+    count, and N_i (a,)."""
+    if batch.negatives is None:
+        neg = batch.scaled @ batch.candidates.T
     else:
-        neg = torch.einsum("ad,and->an", anchors.scaled, anchors.negatives)
-    pos = anchors.pos
-    if shared.positives_by_index:
-        rows = torch.arange(len(neg), device=neg.device)[:, None]
-        # Not neg.gather. That saves neg for its backward pass, which would then fail, as `_mask_`
-        # changes neg in place. Indexing and masked_fill do not save it.
-        pos = neg[rows, anchors.own]  # (a, P)
-        pos = pos.masked_fill(anchors.own < 0, MASKED)
-    if shared.positives_by_label:
-        of_label = neg.masked_fill(anchors.labels[:, None] != shared.candidate_labels, MASKED)
-        # `_drop_` takes the anchor's own sample out of `of_label`, unseen by autograd. Even so
-        # these entries get no gradient. Objectives weigh positives by a softmax, where the share of
-        # these is 0. If no positive is left, `answer` makes the loss 0.
-        with torch.no_grad():
-            _drop_(of_label, anchors.own, shared.batch)
-        pos = torch.cat([pos, of_label], 1)  # (a, M), now with N columns more
-    _mask_(neg, pos, anchors, shared, options)  # last, as pos was taken from neg
-    return pos, neg
-
-
-# There is no recipe for another source of candidates. Candidates are either the batch or the rows
-# of `negatives`. This choice decides what `own`, `plain`, `batch` and N are. It also decides where
-# labels of candidates come from, and which columns show an anchor's own sample. To have both in one
-# loss, pass both as `negatives`. Name the rows of the anchor's own sample in positive_index. Then
-# the first view alone has anchors. For anchors of the other view, call the loss again.
-#
-# To add a source of positives, give `_Shared` a flag, as the two sources in `who` have. Set it in
-# `_line_up`. Take the positives in `who`, before `_mask_`, by an operation that does not save neg.
-# A positive must not be a candidate as well. So mask it, as the paragraph after this one says. Nor
-# may it come from two sources, as it would count twice. `_check_call` refuses a single view that
-# has neither labels nor positive_index. If your source can give such a view its positives, name it
-# in `named` of `_check_call`. Add a line to the table above `_line_up`. Then add the source to
-# `_who_is_who` of reference_numpy.py, and to DRAWN of TestContrastiveLoss.
-#
-# The table below has all that masks, and says which of two flags it makes False. To add an option
-# that masks, mask in `_mask_`, and add a row here. Always name the option in `plain` of `_line_up`.
-# If it can mask i for j, but not j for i, name it in `symmetric` of `_couple`, too. Then add it to
-# DRAWN of TestContrastiveLoss, and to `_who_is_who` of reference_numpy.py. If you forget `plain`,
-# N_i is wrong, and with the new entry in DRAWN the tests fail. If you forget `symmetric`, Sinkhorn
-# does not converge, and warns of it. TestNamedPositives has a batch that is masked one way, as a
-# model for a test of yours.
-#                       makes `plain` False   makes `symmetric` False
-#     own, in a batch   no                    no
-#     negative_mask     yes                   yes
-#     labels            yes                   no
-#     margins           yes                   yes
-#     positive_index    yes                   yes, as it needs `negatives`, and `batch` is False
-# log_weights do not mask.
-
-
-@torch.no_grad()
-def _mask_(neg, pos, anchors, shared, options):
-    """Mask the logits (a, N) of what is no negative, in place.
-    Autograd does not record this change. It is safe under two rules. First, no operation before
-    this may have saved neg for its backward pass, as neg.square() would. That raises an error in
-    the backward pass. Second, no gradient may arrive at a masked logit, see MASKED. If one does,
-    only tests tell you. TestContrastiveLoss tries all entries of WEIGHTS and OBJECTIVES."""
-    _drop_(neg, anchors.own, shared.batch)
-    if anchors.mask is not None:
-        neg.masked_fill_(~anchors.mask, MASKED)
-    if anchors.labels is not None:
-        neg.masked_fill_(anchors.labels[:, None] == shared.candidate_labels, MASKED)
-    if _has_margin(options):
-        limit = _limit(shared.t * pos.amax(1, keepdim=True), options)  # amax skips absent ones
-        neg.masked_fill_(neg > limit / shared.t, MASKED)
-
-
-def _drop_(x, own, batch):
-    """Mask the columns own (a, any number) of each row of x, in place. −1 changes nothing."""
-    if batch:  # there is no −1
-        return x.scatter_(1, own, MASKED)
-    values = x.new_full(own.shape, MASKED).masked_fill(own < 0, INF)  # min(x, INF) is x
-    x.scatter_reduce_(1, own.clamp_min(0), values, "amin")
-
-
-def _has_margin(options):
-    return options["absolute_margin"] is not None or options["relative_margin"] is not None
+        neg = torch.einsum("ad,and->an", batch.scaled, batch.negatives)
+    neg = unmasked = neg.scatter_(1, batch.own, MASKED)
+    pos, (a, n) = batch.pos, neg.shape
+    if batch.named is not None:
+        none = batch.named < 0
+        if pos.shape[1] == 0:
+            pos = neg.gather(1, batch.named.clamp_min(0)).masked_fill(none, MASKED)
+        columns = none.new_zeros(a, n + 1)  # one more, for none
+        columns.scatter_(1, batch.named.masked_fill(none, n), True)
+        neg = neg.masked_fill(columns[:, :n], MASKED)
+    if batch.labels is not None:
+        same = batch.labels[:, None] == batch.candidate_labels
+        if pos.shape[1] == 0 or options["by_label"]:
+            pos = torch.cat([pos, torch.where(same, neg, MASKED)], 1)
+        neg = neg.masked_fill(same, MASKED)
+    if batch.mask is not None:
+        neg = torch.where(batch.mask, neg, MASKED)
+    if options["absolute_margin"] is not None or options["relative_margin"] is not None:
+        limit = _limit(batch.t * pos.detach().amax(1, keepdim=True), options)
+        neg = neg.masked_fill(neg.detach() > limit / batch.t, MASKED)
+    if neg is unmasked:
+        n_i = neg.new_full((a,), n - batch.own.shape[1])
+    else:
+        n_i = (neg > FAR).sum(1).to(neg.dtype)
+    return pos, neg, n_i
 
 
 def _limit(nearest, options):
     """Compute the largest cosine that a negative may have, from that of the nearest positive."""
-    limit = torch.full_like(nearest, INF)
-    for name, scale in {"absolute_margin": 1, "relative_margin": nearest.abs()}.items():
-        if options[name] is not None:
-            limit = torch.minimum(limit, nearest - options[name] * scale)
-    return limit.masked_fill(nearest < FAR, INF)  # without a positive all may be negatives
+    margin = torch.full_like(nearest, -INF)
+    if options["absolute_margin"] is not None:
+        margin = margin.clamp_min(options["absolute_margin"])
+    if options["relative_margin"] is not None:
+        margin = torch.maximum(margin, options["relative_margin"] * nearest.abs())
+    return (nearest - margin).masked_fill(nearest < FAR, INF)  # without a positive all may be
 
 
 @torch.no_grad()
-def _statistics(anchors, shared, options):
-    """Compute the figures of return_stats. TestStatistics checks them."""
-    some = anchors.of(slice(max(1, 2**20 // shared.n)))
-    found = answer(some, shared, options)
-    n = (found.neg > FAR).sum(1).to(found.neg.dtype)
-    # NaN stands for what is absent, which nanmean leaves out
-    positive = torch.where(found.pos > FAR, shared.t * found.pos, math.nan)
-    negative = torch.where(found.neg > FAR, shared.t * found.neg, math.nan)
-    deviation = negative - negative.nanmean(1, keepdim=True)
-    log_size = 2 * log_sum(found.log_w) - log_sum(2 * found.log_w)  # log (Σw)² / Σw²
-    size = torch.where(found.log_w.amax(1) > FAR, log_size.exp(), math.nan)
+def _statistics(batch, options):
+    """Compute the figures of return_stats."""
+    some = batch.blocks(len(batch.scaled), max(1, 2**20 // batch.n()))[0]
+    _, counts, (pos, neg, log_w) = answer(some, options)
+    n = (neg > FAR).sum(1).to(neg.dtype)
+    pos = torch.where(pos > FAR, batch.t * pos, math.nan)
+    neg = torch.where(neg > FAR, batch.t * neg, math.nan)
+    deviation = neg - neg.nanmean(1, keepdim=True)
+    size = (2 * log_sum(log_w) - log_sum(2 * log_w)).exp()  # (Σw)² / Σw²
     return {
-        "clamped": found.lacking[2] / n.new_full((), len(n)),  # a tensor, even if lacking has a 0
-        "ess": (size / n).nanmean(),
-        "positive": positive.nanmean(),
-        "negative": negative.nanmean(),
+        "clamped": counts[2] / n.new_tensor(len(n)),
+        "ess": (size / n).masked_fill(log_w.amax(1) < FAR, math.nan).nanmean(),
+        "positive": pos.nanmean(),
+        "negative": neg.nanmean(),
         "spread": deviation.square().nanmean(1).nanmean().sqrt(),
         "candidates": n.mean(),
     }
 
 
 # ---- 5. Transport: the coupling that gives each candidate the same total weight ----------------
-# A coupling P is a table of how much weight each pair of an anchor and a candidate has. Each anchor
-# has the same total, and so has each candidate. These totals are the marginals. So no candidate can
-# be the hard negative of all anchors, as it could if each anchor chose alone. Near pairs get more
-# weight, since their cost C is low. The coupling is e^{f_i − C_ij/ε + g_j} for some f and g, which
-# are called potentials. Finding them is the work of this section.
-# Sinkhorn scales the rows and the columns of a matrix K = e^{−C/ε} in turn. It ends when all rows
-# have the same sum, and all columns have the same sum. On a small matrix it would be
-#     g = torch.zeros(N)
-#     for _ in range(steps):
-#         f = -torch.logsumexp(log_kernel + g, 1)                   # now rows sum to 1
-#         g = log(A / N) - torch.logsumexp(log_kernel + f[:, None], 0)   # now columns sum to A / N
-#     plan = torch.exp(f[:, None] + log_kernel + g) / A
-# Here the matrix comes in blocks of rows, so that a large one need not be stored.
-# TestSinkhorn checks the totals under random masks, and bounds the number of steps. TestGather
-# checks that all ranks find one plan.
 
 
 def sinkhorn(
     log_kernel: Callable[[], Iterable[Tensor]],
-    symmetric: bool = False,
     tolerance: float | None = None,
     max_steps: int = 2000,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j).
-    log_kernel is a function that each step calls. It returns −C/ε (A, N), cut into blocks of rows
-    (a, N), as a list, say. Entries that must not be coupled are −1e30. The results are f (A,),
-    g (N,) and the error.
-    If the kernel has a gradient, each step keeps 2·A·N numbers in memory.
+    """Find the entropic coupling with uniform marginals: P_ij = exp(f_i + log_kernel_ij + g_j), so
+    that Σ_j P_ij = 1/A and Σ_i P_ij = 1/N. log_kernel is called in each step, and returns −C/ε
+    (A, N) in blocks of rows (a, N), −1e30 for what must not be coupled. Rows and columns that are
+    all masked do not count in A and N. Returns f (A,), g (N,) and the error.
 
-    Rows and columns whose entries are all masked get no share of P, and do not count in A and N.
-    Sinkhorn stops when the error Σ_i |Σ_j P_ij − 1/A| is at most `tolerance`. By default that is
-    1e-5, and 1e-12 in float64. After max_steps it stops with a warning.
-
-    If the kernel is its own transpose, pass symmetric=True. Then each step ends with the mean
-    f = g = (f + g) / 2 [10]. This usually takes fewer steps than symmetric=False. An
-    exception is a mask that splits the samples into two groups, and lets each sample be coupled
-    with the other group alone. There symmetric=True takes about a third more steps. If the kernel
-    is not symmetric, the mean does not converge.
-
-    Embeddings in tight clusters take many steps with symmetric=False, and mostly few with True. A
-    mask can force the weight of an allowed pair to 0. Suppose anchor 1 may have candidate 1 alone,
-    and their totals in the coupling are equal. Then nothing of candidate 1 is left for other
-    anchors. Such masks take many steps, too.
-    Ref: [2] Eq. 5"""
-    # benchmarks/THEOREMS.md says how fast it converges, and why.
-    _check_number("max_steps", max_steps, 1)
-    f = g = None
-    # A pass through the loop begins with the f and g of the pass before, the old ones. It
-    #   - computes log_rows, the log of Σ_j e^{g_j − C_ij/ε} with the old g,
-    #   - computes log_columns in the same way, with −log_rows as f,
-    #   - checks the old f and g, whose row totals are e^{f + log_rows},
-    #   - and, unless these are right, replaces f and g by the new ones.
-    # So log_rows checks the old f and g, and gives the new f. A check takes no pass of its own.
-    # Here rows sum to 1 and columns to A / N, as in the sketch above.
+    It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most tolerance, by default 1e-5, or 1e-12 in
+    float64, or after max_steps with a warning. Each step takes the mean of f and g, as long as that
+    halves the error. It does for a kernel that is its own transpose [10], and saves most steps
+    where embeddings cluster. Ref: [2] Eq. 5"""
+    _check("max_steps", max_steps, 1)
+    f, g, half, error = None, None, 0.5, INF
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
         n_columns = (log_columns > FAR).sum().clamp_min(1)
-        # For the right f and g, e^{f + log_rows} is 1. It is enough to look at the totals of rows.
-        # With symmetric=False those of columns have no error after a step. With symmetric=True they
-        # have the same error as those of rows, as f = g.
-        if step > 0:
+        if step > 0:  # the sums of rows tell the error of the last step
             off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
-            error = off.abs().sum() / n_rows
+            before, error = error, off.abs().sum() / n_rows
+            half = half * (2 * error < before)
             if _stops(error, step, max_steps, tolerance):
                 break
-        # `_log_sums` has computed log_columns with this same −log_rows. Change both together
-        f = -_zero_if_masked(log_rows)
-        g = (n_rows / n_columns).log() - _zero_if_masked(log_columns)
-        if symmetric:
-            f = g = (f + g) / 2
-    return f - n_rows.log(), g, error  # this is the division by A in the sketch above
+        f, g = -_filled(log_rows), (n_rows / n_columns).log() - _filled(log_columns)
+        if len(f) == len(g):
+            change = half * (g - f)
+            f, g = f + change, g - change
+    return f - n_rows.log(), g, error
 
 
 def _log_sums(blocks, g):
-    """Compute r_i = log Σ_j e^{g_j − C_ij/ε} for each row (A,). Then set f_i = −r_i, and compute
-    log Σ_i e^{f_i − C_ij/ε} for each column (N,). A block has rows of −C/ε."""
+    """Compute log Σ_j e^{K_ij + g_j} (A,), and log Σ_i e^{K_ij} (N,) of rows scaled to sum 1."""
     log_rows, log_columns = [], None
-    for block in blocks:  # (a, N)
-        sums = log_sum(block, g)  # (a,)
-        log_rows.append(sums)
-        sums = log_sum(block, -_zero_if_masked(sums)[:, None], dim=0)  # (N,)
-        log_columns = sums if log_columns is None else torch.logaddexp(log_columns, sums)
+    for block in blocks:
+        log_rows.append(log_sum(block, g))  # (a,)
+        log_sums = log_sum(block, -_filled(log_rows[-1])[:, None], dim=0)  # (N,)
+        if log_columns is not None:
+            log_sums = torch.logaddexp(log_columns, log_sums)
+        log_columns = log_sums
     return torch.cat(log_rows), log_columns
 
 
-def _zero_if_masked(x):
+def _filled(x):
     return x.masked_fill(x < FAR, 0)
 
 
 def _stops(error, step, max_steps, tolerance):
-    """Whether Sinkhorn stops here. All ranks couple the same rows in the same blocks. So they have
-    the same error, and stop at the same step. Even if rounding differed, nothing would hang, as
-    the loop does not communicate. Only g would differ a little. On a GPU the error is read only in
-    every eighth step and in the last one, since the host waits for it."""
+    """Whether Sinkhorn stops here. A GPU is waited for in every eighth step alone."""
     if step % 8 and step < max_steps and not _may_read(error):
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
-    converged = not error.item() > tolerance  # a NaN stops, too, as no step would remove it
+    converged = not error.item() > tolerance  # NaN stops, too
     if step == max_steps and not converged:
         _warn(
-            f"Sinkhorn stopped after {step} steps with an error above {tolerance:.0e}. Raise "
-            "epsilon, or check labels and masks. With symmetric=True the kernel must be symmetric."
+            f"Sinkhorn stopped at step {step}, with an error above {tolerance:.0e}. Raise epsilon."
         )
     return converged or step == max_steps
 
 
-def _couple(anchors, shared, group, options):
+def _couple(batch, options):
     """Couple the anchors of all ranks with the candidates → the potential g (N,) of candidates."""
-    # Below, `gather` is called for each field. The table above `_over_ranks` says which of
-    # these calls run a backward pass. TestGather tries weights with a gradient and without, with
-    # blocks and without.
-    anchors = _Anchors._make(gather(x, group) for x in anchors)
+    n_anchors, n = len(batch.scaled), batch.n()
 
-    def kernel_of(some):
-        neg = who(some, shared, options)[1]
-        return by_rule(neg, neg, 0.0, shared.t, options)  # −C/ε, as the potential is 0
+    def kernel():
+        for some in batch.blocks(n_anchors, max(1, _pairs_in_a_block(batch) // n)):
+            neg = who(some, options)[1]
+            yield by_rule(neg, neg, 0.0, batch.t, options)
 
-    # A rule that takes the potential must turn symmetric logits into a symmetric result, see
-    # section 2. The table above `_mask_` has what can mask i for j, but not j for i.
-    symmetric = shared.batch and anchors.mask is None and not _has_margin(options)
-    size = max(1, _pairs_in_a_block(anchors) // shared.n)
-    kernel = functools.partial(map, kernel_of, anchors.blocks(size))
-    has_gradient = torch.is_grad_enabled() and not options["detach_weights"]
-    with torch.set_grad_enabled(has_gradient):
-        if has_gradient or len(anchors.scaled) * shared.n <= 2**24:  # 64 MB in float32
-            kernel = functools.partial(iter, list(kernel()))  # stored
-        return sinkhorn(kernel, symmetric)[1]  # each step computes the kernel, if it is not stored
+    differentiated = torch.is_grad_enabled() and not options["detach_weights"]
+    with torch.set_grad_enabled(differentiated):
+        if differentiated or n_anchors * n <= 2**24:
+            stored = list(kernel())
+            return sinkhorn(lambda: stored)[1]
+        return sinkhorn(kernel)[1]
 
 
 # ---- 6. Finding: which samples to take as negatives --------------------------------------------
-# The tests are TestMine and TestDraw. training/test_ranks.py compares `mine` over ranks.
 
 
 @torch.no_grad()
@@ -1240,87 +749,67 @@ def mine(
     scores: bool = False,
     normalize: bool = True,
     group: distributed.ProcessGroup | None = None,
-):  # the type of the result depends on scores, which would need overloads
+):
     """Find the k documents nearest to each query that do not answer it: hard negatives.
-    queries (n, D), documents (N, D), any floats → indices of documents (n, k), nearest first. −1
-    stands for none.
+    queries (n, D), documents (N, D), any floats → indices of documents (n, k), nearest first, −1
+    for none. To train on them, embed these documents with a gradient, and pass the embeddings
+    (n, k, D) as negatives= and indices >= 0 as negative_mask=.
 
-    positives       (n,), or (n, P) padded with −1. Rows of the documents that answer a query. They
-                    are not taken. None: document i answers query i.
+    positives       (n,), or (n, P) padded with −1. Rows of the documents that answer a query, and
+                    are not taken. By default document i answers query i.
     labels          (N,). A document with the label of an answer is not taken.
-    absolute_margin, relative_margin   as in `contrastive_loss`, measured from the nearest document
-                    that answers the query
-    skip            How many of the nearest documents to leave out. Answers are left out anyway, and
-                    are not counted.
+    absolute_margin, relative_margin   as in `contrastive_loss`
+    skip            how many of the nearest documents to leave out, beside the answers
     scores          also return the cosines (n, k), −∞ for none
-    normalize       compare by cosines. With False it compares by inner products, and `scores`
-                    returns these.
-    group           A process group of torch.distributed, whose ranks share the work. All of them
-                    pass the same arguments. Each rank answers a share of the queries, and all ranks
-                    get the results of all queries.
-    To train on rows = mine(…), embed the texts or images of these documents again, with a gradient.
-    Pass these embeddings (n, k, D) as negatives=, and rows >= 0 as negative_mask=.
-    Time grows as n·N·D. Memory holds unit documents and a block of cosines, of 16 MB in float32 or
-    of 64 rows, whichever is more."""
-    n, size, device = len(queries), len(documents), queries.device
+    normalize       compare by cosines, or else by inner products
+    group           a process group of torch.distributed whose ranks, with the same arguments, each
+                    do a share of the work, and all get the results
+    Time grows as n·N·D. Memory holds unit documents and a block of cosines of 16 MB or 64 rows."""
+    n, size = len(queries), len(documents)
     _check_tensor("queries", queries, "float", ("n", "D"))
     _check_tensor("documents", documents, "float", ("N", queries.shape[1]))
-    _check_number("k", k, 1)
-    _check_number("skip", skip, 0)
+    _check("k", k, 1)
+    _check("skip", skip, 0)
     _check_index("positives", positives, size, n)
+    _check_tensor("labels", labels, "", (size,))
     if positives is None:
         if n > size:
             raise InvalidArgument(f"documents has {size} rows for {n} queries. Give positives=.")
         positives = range(n)
-    positives = torch.as_tensor(positives, device=device).long().view(n, -1)
-    _check_tensor("labels", labels, "", (size,))
-
-    with _autocast_off(device.type):
+    options = resolve({"absolute_margin": absolute_margin, "relative_margin": relative_margin})
+    tensor = functools.partial(torch.as_tensor, device=queries.device)
+    positives = tensor(positives).long().view(n, -1)
+    with _autocast_off(queries.device.type):
         project = unit if normalize else _upcast
         queries = project(queries)
         documents = project(documents).to(queries.dtype)
         _check_finite("queries", queries)
         _check_finite("documents", documents)
-        # This is question 1 of a loss, at t = 1. Queries are cut into blocks. Documents are not, as
-        # any of them may be the nearest answer, from which margins are measured.
-        anchors = _Anchors(queries, queries[:, :0], positives)
-        if group is not None:
-            anchors = anchors.of(_share(n, group))
-        shared = _Shared(1.0, size, documents, positives_by_index=True)
-        options = resolve({"absolute_margin": absolute_margin, "relative_margin": relative_margin})
-        # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
-        nearest = queries.new_full((len(anchors.scaled), k + skip), -INF)
-        index = nearest.long()
-        rows = max(64, 2**22 // size)
-        parts = anchors.blocks(rows), nearest.split(rows), index.split(rows)
-        for some, values, places in zip(*parts, strict=True):
-            cosines = who(some, shared, options)[1]  # (a, N)
-            if labels is not None:
-                # A query has the labels of its answers, which can be several. So `who` cannot mask
-                # them, as it takes one label for each anchor.
-                labels = torch.as_tensor(labels, device=device)
-                for column in some.own.unbind(1):  # (a,)
-                    of_label = labels[column, None] == labels
+        rows = _share(n, group)
+        queries, positives = queries[rows], positives[rows]
+        batch = _Batch(queries, queries[:, :0], positives[:, :0], positives, candidates=documents)
+        nearest, index = [], []
+        for some in batch.blocks(len(queries), max(64, 2**22 // size)):
+            cosines = who(some, options)[1]  # (a, N)
+            if labels is not None:  # those of all answers, which can be several
+                for column in some.named.unbind(1):
+                    of_label = tensor(labels)[column, None] == tensor(labels)
                     cosines.masked_fill_(of_label & (column >= 0)[:, None], MASKED)
-            values[:, :size], places[:, :size] = cosines.topk(min(k + skip, size))
-    nearest, index = (gather(x, group)[:n, skip:] for x in (nearest, index))
-    index = index.masked_fill(nearest < FAR, -1)  # where nothing was found it has any number
-    nearest = nearest.masked_fill(nearest < FAR, -INF)
-    if scores:
-        return index, nearest
-    return index
+            found = F.pad(cosines, (0, k + skip), value=MASKED).topk(k + skip)
+            nearest.append(found.values[:, skip:])
+            index.append(found.indices[:, skip:])
+    nearest, index = gather(torch.cat(nearest), group)[:n], gather(torch.cat(index), group)[:n]
+    index = index.masked_fill(nearest < FAR, -1)
+    return (index, nearest.masked_fill(nearest < FAR, -INF)) if scores else index
 
 
 def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Tensor:
-    """Draw k distinct negatives for each anchor, one after the other. Among those that are left,
-    candidate j is drawn with a probability proportional to w_ij.
-    log_w (A, N), at most −1e20 for what must not be drawn → indices (A, k), for
-    negatives=rows[indices].
-    To prefer hard negatives, set the logits of the anchor's own sample to −1e30, and pass
-    log_w = tilted(logits, β). Use uniform weights in the loss, since hard ones are drawn more
-    often already. A row with fewer than k negatives is an error, but a GPU does not look for it."""
+    """Draw k distinct negatives for each anchor, one after the other, candidate j of those left
+    with a probability proportional to w_ij. log_w (A, N), at most −1e20 for what must not be drawn
+    → indices (A, k), for negatives=rows[indices]. To prefer hard negatives pass tilted(logits, β),
+    with −1e30 for the own sample, and use uniform weights in the loss."""
     _check_tensor("log_w", log_w, "float", ("A", "N"))
-    _check_number("k", k, 1)
+    _check("k", k, 1)
     log_w = _upcast(log_w)
     if _may_read(log_w):
         if log_w.isnan().any():
@@ -1329,327 +818,162 @@ def draw(log_w: Tensor, k: int, generator: torch.Generator | None = None) -> Ten
         if k > fewest:
             raise InvalidArgument(f"k is {k}, but a row of log_w has {fewest} above −1e20.")
     # the largest of log w_j − log(exponential noise) is that of j with probability w_j / Σ_l w_l
-    noise = torch.empty_like(log_w).exponential_(generator=generator)
-    noise = noise.log().clamp_min(-99)  # without the clamp −∞ − log 0 would be NaN
-    return (log_w - noise).topk(k).indices
+    noise = torch.empty_like(log_w).exponential_(generator=generator).log()
+    return (log_w - noise.clamp_min(-99)).topk(k).indices  # −∞ − log 0 would be NaN
 
 
 # ---- 7. Large batches and ranks: the same numbers in linear memory, over processes -------------
-# The logits of a large batch do not fit into memory. So they are computed for a block of anchors at
-# a time. While the matrix of a block is there, its gradient is computed as well, and added to the
-# gradient of the embeddings. Then the matrix is dropped. Later, when autograd asks for the gradient
-# of the loss, it gets what was kept. With "none" every anchor has a loss of its own. How the caller
-# will weigh these is not known yet. So the backward pass computes the blocks again. If you change
-# this section, TestLargeBatches compares blocks with the whole batch, measures their memory, and
-# compiles them. It also differentiates losses by torch.func. TestGather compares ranks with one
-# process.
-#     _evaluate    calls `answer` for the whole batch, or calls `_in_blocks`
-#     _in_blocks   chooses how the gradient of blocks is found, and attaches it to the result
-#     _run_blocks  goes through the blocks, for losses alone, or for their gradient as well
-# What a change has to keep with several ranks stands above `_over_ranks`.
 
 
-def _evaluate(anchors, shared, group, options):
-    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks.
-    If you add a term for each anchor, add it in `answer`. Here value can be a sum already."""
-    n_anchors = len(anchors.scaled)
-    size = _block_size(anchors, shared, options)
+def _evaluate(batch, group, options):
+    """Compute the losses of all anchors, (A,), or their mean or sum over all ranks."""
+    size = _block_size(batch, options)
     if size > 0:
-        value, lacking = _uncompiled(_in_blocks, anchors, shared, options, size)
+        value, counts = _uncompiled(_in_blocks, batch, options, size)
     else:
-        value, lacking = answer(anchors, shared, options)[:2]
+        value, counts, _ = answer(batch, options)
     if _may_read(value):
-        _warn_of(lacking, n_anchors, options)
-    if group is not None:
-        # A function of the user's may leave a field unused on one rank. The backward pass of the
-        # field's `gather` would not run there, and other ranks would wait for it. So add 0, which
-        # is the sum of an empty slice of each field. With that all fields are in the graph.
-        for x in _learned(anchors + shared):
-            value = value + x.flatten()[:0].sum()
+        _warn_of(counts, len(batch.scaled), options)
+    if group is not None:  # all ranks, or none, run the backward pass of `gather`
+        for x in (batch.candidates, batch.potential):
+            if x is not None:
+                value = value + x[:0].sum()
     if options["reduction"] == "none":
         return value
-    # In blocks value is a sum already, and sum() leaves it as it is. count is the number of anchors
-    # with a positive. To divide a mean by another number, such as a sum of weights of anchors, let
-    # it take the place of count here.
-    value, count = value.sum(), n_anchors - lacking[0]
-    if group is not None:
-        value, count = _over_ranks(value, count, group)
+    value, count = value.sum(), len(batch.scaled) - counts[0]
+    if group is not None:  # the gradient is multiplied by R, as averaging it over ranks divides
+        totals = torch.stack([value.detach(), value.new_zeros(()) + count])
+        distributed.all_reduce(totals, group=group)
+        scaled = distributed.get_world_size(group) * value
+        value, count = totals[0] + (scaled - scaled.detach()), totals[1]
     if options["reduction"] == "mean":
-        value = value / (count + (count == 0))  # 0 if no anchor has a positive
-    # If you add a term that is one number x, such as a penalty, add it to value here. With "none"
-    # there can be no such term, as the losses were returned above. With a group of R ranks add
-    # `_over_ranks(x, 0, group)[0] / R` instead. Its value is the mean of x over ranks. Once DDP has
-    # averaged the gradients of ranks, they are those of this mean, too.
+        return value / (count + (count == 0))
     return value
 
 
-def _warn_of(lacking, n, options):
-    """Warn if no anchor has a positive or a candidate, or if debiasing leaves most of them nothing.
-    The third warning is left out for the default τ⁺, as trained anchors normally reach the
-    floor."""
-    no_positive, no_candidate, clamped = lacking
+def _warn_of(counts, n, options):
+    """Warn of what is unlikely to be meant. At the default τ⁺ the floor is usual after training."""
+    no_positive, candidates, clamped = map(int, counts)
     if no_positive == n:
         _warn(f"None of {n} anchors has a positive. Check labels and positive_index.")
-    if no_candidate == n:
+    if candidates == 0:
         _warn(f"None of {n} anchors has a candidate. Check labels, masks and positive_index.")
     if options["tau_plus"] and 2 * clamped > n:
         _warn("Debiasing takes its floor for most anchors. Raise temperature or lower tau_plus.")
 
 
-def _block_size(anchors, shared, options):
+def _pairs_in_a_block(batch):
+    """4 MB fit into a CPU's cache. On a GPU each block costs launches."""
+    return 2**20 if batch.scaled.device.type == "cpu" else 2**25
+
+
+def _block_size(batch, options):
     """Choose the number of anchors in a block. 0 takes all at once."""
     if torch._C._are_functorch_transforms_active():  # torch.func cannot pass through blocks
         return 0
     if options["block_size"] is not None:
         return options["block_size"]
-    pairs = _pairs_in_a_block(anchors)
-    # Any number would give the same result up to rounding. A small batch is faster without blocks.
-    # As a single block, 2^14 pairs take 1.3 times as long as without blocks, and 2^18 pairs 1.1.
-    if len(anchors.scaled) * shared.n <= pairs / 4:
-        return 0
-    return max(64, pairs // shared.n)
+    pairs, n = _pairs_in_a_block(batch), batch.n()
+    return 0 if len(batch.scaled) * n <= pairs / 4 else max(64, pairs // n)
 
 
-def _pairs_in_a_block(anchors):
-    """Choose how many pairs are worked on at once. 4 MB in float32 fit into a CPU's cache. A GPU
-    needs more, as each block costs it a launch of every operation."""
-    return 2**20 if anchors.scaled.device.type == "cpu" else 2**25
-
-
-def _in_blocks(anchors, shared, options, size):
-    """Compute losses block by block → losses (A,) or their sum, and what anchors lack.
-    The gradient comes in three ways.
-        a function of the user's learns   `answer` takes all anchors at once, as without blocks
-        reduction is mean or sum          the gradient was found while the matrix of a block was
-                                          in memory, and is kept for the backward pass
-        reduction is "none"               the backward pass computes each block again"""
-    run = functools.partial(_run_blocks, anchors, shared, options, size)
+def _in_blocks(batch, options, size):
+    """Compute losses (A,), or their sum, and counts, with the matrix of one block in memory."""
+    ones = torch.ones_like(batch.scaled[:, 0])
     summed = options["reduction"] != "none"
-    ones = torch.ones_like(anchors.scaled[:, 0])
-    found = run(ones if summed and torch.is_grad_enabled() else None)
-    if found is None:
-        return answer(anchors, shared, options)[:2]
-    value, lacking, gradients = found
-    inputs = _learned(anchors + shared)  # gradient k belongs to input k, see `_learned`
-    if summed:
-        return _Attach.apply(value.sum(), _times, gradients, *inputs), lacking
-    # `run` will not return None, as it did not do so just now, for the same blocks.
-    tensors = [x for x in anchors + shared if torch.is_tensor(x)]
-    return _Attach.apply(value, lambda grad, _: run(grad)[2], tensors, *inputs), lacking
+    grad = ones if summed and torch.is_grad_enabled() else None
+    swept = _sweep(options, size, batch, grad)
+    if swept is None:
+        losses, counts = [], [0, 0, 0]
+        for some in batch.blocks(len(ones), size):
+            value, more, _ = checkpoint(answer, some, options, use_reentrant=False)
+            losses.append(value)
+            counts = [a + b for a, b in zip(counts, more, strict=True)]
+        return torch.cat(losses), counts
+    losses, counts, gradients = swept
+
+    def gradients_for(grad):
+        if summed:
+            return [None if x is None else grad * x for x in gradients]
+        return _sweep(options, size, batch, grad)[2]
+
+    value = losses.sum() if summed else losses
+    return _Attach.apply(value, gradients_for, *batch), counts
 
 
-def _run_blocks(anchors, shared, options, size, grad_losses):
-    """Compute losses (A,), what anchors lack, and the gradients of grad_losses · losses, by blocks.
-    Each loss is multiplied by its entry of grad_losses (A,) before it is differentiated. For a sum
-    these are ones. A mean is divided later, in `_evaluate`. If grad_losses is None, no gradients
-    are computed. A function of the user's can have parameters that learn. Their gradient would be
-    missing here, so then the result is None. This function is called in four ways.
-        reduction      pass                grad_losses      grad mode in the loop   what is used
-        any            forward, no_grad    None             off                     losses, lacking
-        mean or sum    forward             ones             on                      all
-        "none"         forward             None             on                      losses, lacking
-        "none"         backward            from autograd    on                      gradients"""
-    # one tensor for all blocks, as many small ones would fragment the memory that blocks reuse
-    losses, lacking = torch.empty_like(anchors.scaled[:, 0]), [0, 0, 0]
-    of_anchors = [torch.zeros_like(x) for x in _learned(anchors)]
-    # The caller may have turned autocast on before the backward pass.
-    off = _autocast_off(losses.device.type)
-    # A forward pass keeps the caller's grad mode. For "none" it computes no gradient, but must not
-    # turn the mode off, as `_leaves` reads the graph. In a backward pass autograd has turned the
-    # mode off, but the gradient of grad_losses · losses needs it on.
-    with torch.set_grad_enabled(torch.is_grad_enabled() or grad_losses is not None), off:
-        # The tensors of `everyone` are leaves that all blocks share. Compute nothing from them
-        # before the loop. Otherwise all blocks would share the graph of what you computed, and the
-        # first backward pass would free it.
-        everyone = _copy(shared)
-        for start in range(0, len(losses), size):
-            rows = slice(start, start + size)
-            some = _copy(anchors.of(rows))
-            found = answer(some, everyone, options)
-            # The graph must end in the copies alone. Another leaf is a parameter that is hidden in
-            # a function of the user's. Its gradient would be missing in the result. Look for it
-            # before the backward pass, which would add to the parameter's gradient. If only a
-            # later block uses the parameter, earlier blocks have run their backward passes by then.
-            # Their gradients are in copies, and are dropped with these. TestFunctions has such
-            # functions, with parameters that only the losses of some anchors depend on.
-            if not _leaves(found.losses.grad_fn) <= {id(x) for x in some + everyone}:
+class _Attach(torch.autograd.Function):
+    """Let a value depend on a batch. gradients_for(grad) lists the gradients of grad · value."""
+
+    @staticmethod
+    def forward(ctx, value, gradients_for, *batch):
+        ctx.gradients_for = gradients_for
+        ctx.save_for_backward(*filter(torch.is_tensor, batch))
+        return value.clone()  # the caller may change it in place
+
+    @staticmethod
+    def backward(ctx, grad):
+        _only_once()
+        _ = ctx.saved_tensors  # an error if one was changed in place
+        return None, None, *ctx.gradients_for(grad)
+
+
+def _sweep(options, size, batch, grad):
+    """Compute losses (A,), counts, and the gradients of grad · losses, block by block, or None if a
+    function of the user's learns something, whose gradient would be missing. Blocks fill parts of
+    whole tensors, as small ones would fragment the memory of matrices."""
+    losses, counts = torch.zeros_like(batch.scaled[:, 0]), [0, 0, 0]
+    weights = losses if grad is None else grad
+    learned = [grad is not None and torch.is_tensor(x) and x.requires_grad for x in batch]
+    gradients = [torch.zeros_like(x) if y else None for x, y in zip(batch, learned, strict=True)]
+    blocks = batch.blocks(len(losses), size)
+    parts = _Batch._make(gradients).blocks(len(losses), size)
+    rows = zip(blocks, parts, losses.split(size), weights.split(size), strict=True)
+    with torch.enable_grad(), _autocast_off(losses.device.type):
+        for block, part, loss, weight in rows:
+            leaves = _Batch._make(map(_leaf, block, part))
+            value, more, _ = answer(leaves, options)
+            if not _begins_at(value) <= {id(x) for x in leaves}:
                 return None
-            losses[rows] = found.losses.detach()
-            lacking = [a + b for a, b in zip(lacking, found.lacking, strict=True)]
-            if grad_losses is not None and found.losses.requires_grad:
-                found.losses.backward(grad_losses[rows])
-                for gradient, x in zip(of_anchors, _learned(some), strict=True):
-                    gradient[rows] = 0 if x.grad is None else x.grad
-    # in the order of `_learned(anchors + shared)`; a shared one is None if no block used it
-    return losses, lacking, of_anchors + [x.grad for x in _learned(everyone)]
+            loss.copy_(value.detach())
+            counts = [a + b for a, b in zip(counts, more, strict=True)]
+            if value.requires_grad:
+                value.backward(weight)
+    return losses, counts, gradients
 
 
-def _copy(part):
-    """Copy anchors, or what they share. Tensors with a gradient begin a graph of their own."""
-    return part._make(
-        x.detach().requires_grad_(x.requires_grad) if torch.is_tensor(x) else x for x in part
-    )
-
-
-def _learned(part):
-    """List the tensors that get a gradient, in the order of the fields. `_in_blocks` lists inputs
-    by this, and `_run_blocks` lists their gradients, so both have the same order."""
-    return [x for x in part if torch.is_tensor(x) and x.requires_grad]
-
-
-def _leaves(node):
-    """Find the ids of the leaf tensors to which the graph of a node sends a gradient."""
-    seen, new = {None}, {node}
+def _begins_at(x):
+    """List the ids of the tensors at which the graph of x begins."""
+    seen, new = {None}, {x.grad_fn}
     while new := new - seen:
         seen |= new
         new = {before for node in new for before, _ in node.next_functions}
     return {id(node.variable) for node in seen if hasattr(node, "variable")}
 
 
-class _Attach(torch.autograd.Function):
-    """Attach inputs to a value. In the backward pass find(grad, tensors) returns a gradient or None
-    for each of the inputs, in their order. `_in_blocks` uses it in two ways.
-        reduction     find                        tensors
-        mean or sum   `_times`                    the gradients, which are known
-        "none"        computes the blocks again   all tensors of the blocks. `find` has them
-                                                  already, and ignores this argument. Saving
-                                                  them lets autograd raise an error if the
-                                                  caller changes one of them in place"""
-
-    @staticmethod
-    def forward(ctx, value, find, tensors, *inputs):
-        ctx.find = find
-        ctx.save_for_backward(*tensors)
-        return value.clone()  # so that the caller may change it in place
-
-    @staticmethod
-    def backward(ctx, grad):
-        _only_once()
-        return None, None, None, *ctx.find(grad, ctx.saved_tensors)
-
-
-def _times(grad, gradients):
-    """Multiply known gradients of a sum by that of the sum. Those that are None stay None."""
-    return [None if x is None else grad * x for x in gradients]
+def _leaf(x, gradient):
+    """Begin a graph at x, whose backward pass adds to `gradient`."""
+    if torch.is_tensor(x):
+        x = x.detach()
+    if gradient is not None:
+        x.requires_grad_().grad = gradient
+    return x
 
 
 def _only_once():
     """Stop a backward pass that would itself be differentiated."""
-    if torch.is_grad_enabled():  # in a backward pass only create_graph=True enables gradients
-        raise RuntimeError(
-            "A loss in blocks or over ranks cannot be differentiated twice. In one process give it "
-            "block_size=0."
-        )
+    if torch.is_grad_enabled():
+        raise RuntimeError("Blocks and ranks have no second derivatives. Try block_size=0.")
 
 
 def _uncompiled(function, *arguments):
-    """Call a function without compiling it. In compiled code this is a graph break, on purpose.
-    Blocks call backward() and look at the graph, and Sinkhorn reads a value to stop."""
+    """Call a function uncompiled, as blocks call backward() and Sinkhorn reads a value."""
     if torch.compiler.is_compiling():
-        function = torch.compiler.disable(function)  # as a decorator it would slow down the import
+        function = torch.compiler.disable(function)
     return function(*arguments)
 
 
-# Ranks. If your change only computes with tensors that `answer` gets already, you can skip this
-# text. After any other change run TestGather.
-#     To add a term of the loss, see the comments in `_evaluate`.
-#     To add a reduction, see the last paragraph of this text.
-#     To add a check, see the head of section 8.
-#     To add a tensor that requires a gradient, see the paragraph below the table of `gather`.
-# With a group there are two rules.
-#   - In a call of the loss, three things communicate. They are the checks of section 8 on a CPU,
-#     the calls of `gather` in `_line_up` and `_couple`, and `_over_ranks` unless reduction is
-#     "none". All ranks use the same options, and reach these in the same order.
-#   - In the backward pass of a loss `gather` alone communicates. Each call of `gather` has a
-#     backward pass of its own. All ranks must run it, or none. If they did not agree, some would
-#     wait forever, and TestGather would stop after five minutes. So decide for each call whether
-#     all ranks run it, or no rank.
-#       No rank runs it if the tensor has no gradient, or if you use the result only under no_grad.
-#       All ranks run it if the result is a field of the `_Anchors` or the `_Shared` that
-#       `_evaluate` gets, or if such a field is computed from it. A function of the user's may
-#       ignore a field. So `_evaluate` adds an empty slice of each of these fields to the loss.
-#     `_evaluate` gets the anchors of its own rank. `_couple` gathers copies of their fields, and
-#     these copies stay in `_couple`. All that leaves it is the field `potential`, which is computed
-#     from the copy of `scaled`. So the slice of `potential` makes all ranks run the backward pass
-#     for that copy. For the other copies no rank runs it, and the table says why.
-#
-# This table has all calls of `gather` that concern a loss. It leaves out checks, whose calls have
-# no gradient.
-#     `gather` of               in            its backward pass runs
-#     candidates                `_line_up`    on all ranks, as they are a field
-#     rows for `negatives`      user's code   on all ranks, as candidates are computed from them
-#     labels of candidates      `_line_up`    never, as they have no gradient
-#     `scaled`                  `_couple`     on all ranks, as the field `potential` is computed
-#                                             from it; never if weights are detached, as then the
-#                                             potential has no gradient
-#     `pos`                     `_couple`     never, as `_mask_` reads it under no_grad, and
-#                                             `kernel_of` drops the pos of `who`
-#     `negatives`               `_couple`     never, as `_check_negatives` refuses (B, K, D)
-#     other fields              `_couple`     never, as they have no gradient
-#
-# To add a tensor that requires a gradient, make it a field of `_Anchors` or `_Shared`. If it has a
-# row for each candidate, gather it in `_line_up`, and add a line to this table. If it has a row for
-# each anchor, `_couple` gathers it, as it gathers all fields of `_Anchors`. `kernel_of` there must
-# use it on all ranks, or on none. Say which in a line of this table. Then add a variant to the
-# tests, in which the tensor has a gradient. If a field has no variant, TestGather names it and
-# fails. If a tensor is not gathered, its variant fails.
-#
-# Losses over ranks may be compiled. If a new argument is gathered, pass it in the compiled case of
-# TestGather as well. Code that communicates needs no `_uncompiled`, unless it reads values.
-# TestGather runs on CPUs alone. On a GPU the checks of section 8 do not communicate. All else
-# communicates in the same way. If you have two GPUs, compare the losses of train.py under torchrun
-# with those of one process.
-#
-# The order of calls. You may call `gather` in any order that is the same on all ranks. All gathered
-# tensors with a gradient have to be on one device. Then the backward passes of `gather` run in
-# the reverse order of the calls, on all ranks. This is why. Each operation of the forward pass
-# makes a node. A node can run once the nodes of all operations that used its result have run. These
-# operations came later. Of the nodes that can run, autograd takes the one that was made last. So it
-# goes through the forward pass in reverse. TestGather checks this. One kind of node does not wait
-# for its turn. It adds up the gradient of a parameter, and runs as soon as it can. It does not
-# change the order of the others.
-#   - One rank may give up blocks while others keep them. Then the nodes between the backward passes
-#     of `gather` differ from rank to rank. But none of them communicates. Nor does the backward()
-#     of `_run_blocks`, as its graph ends at copies.
-#   - A SyncBatchNorm in the encoder communicates. It is an operation like others. With micro_batch,
-#     see section 12, each part of a batch is embedded again in its own backward pass. There it
-#     communicates again, in the same order on all ranks.
-#   - DDP sends the gradient of a parameter once it is complete. That is as soon as the backward
-#     pass has gone through the operation that used the parameter first in the forward pass. All
-#     ranks have to use the same parameters, those of a user's function included.
-#   - Compiled code has an order of its own. All ranks have the same, as they compile the same code.
-#
-# How does the gradient of R ranks become that of one process? Let L_r be the sum of the losses of
-# the anchors of rank r.
-#   - The loss of all ranks is Σ_r L_r. For a mean it is divided by the number of all anchors that
-#     have a positive. Each rank returns this loss.
-#   - The embeddings of a rank are in the losses of all ranks, as candidates. `gather` sums their
-#     gradients over ranks in its backward pass.
-#   - DDP, or `_average` in section 10, then takes the mean over ranks. This divides by R. To undo
-#     that, `_over_ranks` gives the backward pass R · L_r.
-#   - With "none" the caller takes the mean of the losses of his own rank. The mean of R such means
-#     is the mean over all anchors already, so nothing is multiplied. Anchors without a positive
-#     count there, with a loss of 0.
-#
-# A new term of the loss has to keep to this. TestGather compares gradients of several ranks with
-# one process. A new reduction that is a multiple of a sum goes into the end of `_evaluate`. One
-# that is not, such as a maximum, cannot be added, as blocks return sums, and as anchors without a
-# positive have a loss of 0. Users who want a maximum take "none", and reduce the losses themselves.
-
-
-def _over_ranks(value, count, group):
-    """Sum a value L_r and a count over ranks. The gradient is that of R · L_r, for R ranks, as
-    explained above."""
-    totals = torch.stack([value.detach(), torch.zeros_like(value) + count])
-    distributed.all_reduce(totals, group=group)
-    scaled = distributed.get_world_size(group) * value
-    return totals[0] + (scaled - scaled.detach()), totals[1]  # the gradient is that of `scaled`
-
-
 class _Gather(torch.autograd.Function):
-    """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass. Both
-    passes communicate, see the rules above. In each call the tensors of all ranks have the same
-    shape and the same requires_grad."""
+    """Concatenate rows over ranks, and sum their gradient over ranks in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -1663,54 +987,45 @@ class _Gather(torch.autograd.Function):
         _only_once()
         grad = grad.clone().contiguous()
         distributed.all_reduce(grad, group=ctx.group)
-        ranks, rank = distributed.get_world_size(ctx.group), distributed.get_rank(ctx.group)
-        return grad.chunk(ranks)[rank], None
+        return grad.chunk(distributed.get_world_size(ctx.group))[_rank(ctx.group)], None
 
 
 def gather(x: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
-    """Concatenate the rows of all ranks, in their order. The gradient is summed over ranks.
-    To use rows of all ranks as negatives, call contrastive_loss with group=group,
-    negatives=gather(rows, group) and positive_index=rank * len(rows) + i. Here i (B,)
-    says which rows of this rank show its samples, so rows[i[b]] shows sample b. Where none does,
-    let positive_index be −1. All ranks need equally many rows."""
+    """Concatenate the rows of all ranks, equally many, in their order. The gradient is summed.
+    To use them as negatives, call contrastive_loss with group=group, negatives=gather(rows, group)
+    and positive_index=rank * len(rows) + i, where rows[i[b]] shows sample b."""
     if group is None or x is None:
         return x
     return _Gather.apply(x.contiguous(), group)
 
 
+def _rank(group):
+    return 0 if group is None else distributed.get_rank(group)
+
+
 def _share(n, group):
-    """List the rows of n that this rank works on. If the ranks do not divide n, the first rows come
-    again at the end. Then all ranks get equally many. So `gather(results, group)[:n]` has the
-    results of all rows."""
+    """List this rank's share of n rows. The first rows come again at the end, so that ranks have
+    equally many. gather(results, group)[:n] has those of all."""
+    if group is None:
+        return slice(None)
     ranks = distributed.get_world_size(group)
     rows = torch.arange(-(-n // ranks) * ranks) % n
-    return rows.chunk(ranks)[distributed.get_rank(group)]
+    return rows.chunk(ranks)[_rank(group)]
 
 
 # ---- 8. Numerics and checks --------------------------------------------------------------------
-# Compiled code checks shapes and options, too. It does not check values, and neither does a GPU, as
-# the host must not wait for it. So read no value without `_may_read`. In sections 1 to 8 Sinkhorn
-# alone is an exception, see `_stops`. TestLargeBatches compiles losses, TestReadyForAGPU counts
-# what the host reads, and TestInvalidArguments has the errors. With ranks, a check that fails on
-# one rank alone leaves the others waiting in their next `gather`. They wait until the launcher ends
-# them. For most arguments we accept that. Two checks look for what is likely to differ between
-# ranks. First `_check_ranks` compares the number and the shape of the views, and looks for NaN and
-# inf. Then `_check_negatives` compares rows (K, D) that all ranks have to share. A check that
-# communicates must run on all ranks. So it may depend on the device, on which arguments are given
-# and on how many dimensions they have, but not on values.
 
 
 def unit(x: Tensor) -> Tensor:
-    """Project rows (..., D) to the unit sphere: z = x / ‖x‖, in float32 or float64.
-    A zero row stays 0, and its gradient passes unchanged. The squares of entries must not overflow.
-    In a row that is not 0, at least one square must not underflow."""
+    """Project rows (..., D) to the unit sphere, in float32 or float64. A zero row stays 0, and its
+    gradient passes unchanged. Squares of entries must not overflow, nor all of a row underflow."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / (norm + (norm == 0))
 
 
 def _autocast_off(device):
-    """Turn autocast off, if it is on. Turning it off where it is off would take time, too."""
+    """Turn autocast off, if it is on."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
@@ -1721,47 +1036,40 @@ def _upcast(x):
 
 
 def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
-    """Compute log Σ_j e^{x_j + y_j} of finite numbers. That of a single x is x itself."""
-    if y is None:
-        if x.shape[dim] == 1:
-            return x.squeeze(dim)
-        y = x.new_zeros(())
+    """Compute log Σ_j e^{x_j + y_j} of finite numbers."""
+    if y is not None:
+        x = x + y
+    elif x.shape[dim] == 1:
+        return x.squeeze(dim)
     if torch._C._are_functorch_transforms_active():  # torch.func cannot pass through _LogSum
-        return torch.logsumexp(x + y, dim)
-    return _LogSum.apply(x, y, dim)[0]
+        return torch.logsumexp(x, dim)
+    return _LogSum.apply(x, dim)[0]
 
 
 class _LogSum(torch.autograd.Function):
-    """Compute log Σ e^{x + y} and the shares e^{x + y} / Σ, faster than torch.logsumexp.
-    TestLargeBatches differentiates it twice."""
+    """Compute log Σ e^x twice as fast as torch.logsumexp, from the shares e^x / Σ. They are a
+    result, too, so that autograd knows how the gradient depends on x."""
 
     @staticmethod
-    def forward(ctx, x, y, dim):
-        total = x + y
-        largest = total.amax(dim)
-        # softmax is one fused pass, in place. Its largest share is 1 / Σ e^{total − largest}, so
-        # log Σ e^total is largest − log(largest share).
-        shares = torch.softmax(total, dim, out=total)
-        ctx.dim, ctx.shapes = dim, (x.shape, y.shape)
+    def forward(ctx, x, dim):
+        shares = torch.softmax(x, dim)
+        ctx.dim = dim
         ctx.set_materialize_grads(False)
-        # To differentiate the backward pass, autograd must know how the shares depend on x. It
-        # knows this of a tensor that forward returns, but not of one that is only saved. So the
-        # shares are returned. No caller uses them.
         ctx.save_for_backward(shares)
-        return largest - shares.amax(dim).log(), shares
+        return x.amax(dim) - shares.amax(dim).log(), shares  # the largest share is e^{max x} / Σ
 
     @staticmethod
-    def backward(ctx, grad_sum, grad_shares):
+    def backward(ctx, grad, grad_shares):
         (shares,) = ctx.saved_tensors
-        gradient = 0 if grad_sum is None else grad_sum.unsqueeze(ctx.dim)
+        gradient = 0 if grad is None else grad.unsqueeze(ctx.dim)
         if grad_shares is not None:
-            gradient = gradient + grad_shares - (grad_shares * shares).sum(ctx.dim, keepdim=True)
-        grad_total = shares * gradient
-        return *(grad_total.sum_to_size(shape) for shape in ctx.shapes), None
+            mean = (grad_shares * shares).sum(ctx.dim, keepdim=True)
+            gradient = gradient + grad_shares - mean
+        return shares * gradient, None
 
 
 def _may_read(x):
-    """Whether the host may read values. On a CPU that is free. For a GPU it would have to wait."""
+    """Whether the host may read values. For a GPU it would have to wait."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -1786,20 +1094,18 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
-# Allocate 31 MiB, and free them at once. From then on glibc keeps freed memory up to that size, and
-# uses it again. Otherwise it would return the matrix of each block to the operating system. Large
-# losses would then take up to 1.24 times as long. The most that glibc allows is 32 MiB. If float64
-# is torch's default dtype, these are 62 MiB, which is above that limit and has no effect. No result
-# depends on it.
+# Once glibc has freed 31 MiB in one piece, it keeps freed memory for the matrix of the next block.
 torch.empty(31 * 2**18, device="cpu")
 
-DEFAULTS, ALLOWED, TEXTS = {}, {}, {}  # of options
+DEFAULTS = {"loss": "simclr"}
+ALLOWED = {"loss": PRESETS}
+TEXTS = {"loss": "The loss. It chooses weights and objective."}
 for _name, _hint in get_type_hints(Options, include_extras=True).items():
     DEFAULTS[_name], ALLOWED[_name], TEXTS[_name] = _hint.__metadata__
 
 
 def _words_of(allowed):
-    """Say in words what an option may be."""
+    """Say in words what an argument may be."""
     if not isinstance(allowed, list):
         return f"one of {', '.join(map(str, allowed))}"
     low, high = allowed
@@ -1807,37 +1113,33 @@ def _words_of(allowed):
     return f"{kind} from {low:g} to {high:.9g}"
 
 
-def _explained():
-    """Explain all options, for `help`."""
-    entries = ["Options"]
-    for name, text in TEXTS.items():
-        indented = inspect.cleandoc(text).replace("\n", "\n    ")
-        entries.append(f"{name} = {DEFAULTS[name]!r}, {_words_of(ALLOWED[name])}\n    {indented}")
-    return "\n".join(entries)
-
-
-contrastive_loss.__doc__ = f"{inspect.getdoc(contrastive_loss)}\n\n{_explained()}"
-ContrastiveLoss.__doc__ = f"{inspect.getdoc(ContrastiveLoss)}\n\n{_explained()}"
+for _documented in (contrastive_loss, ContrastiveLoss):
+    _entries = [inspect.getdoc(_documented), "", "Options"]
+    for _name, _text in TEXTS.items():
+        _text = inspect.cleandoc(_text).replace("\n", "\n    ")
+        _entries.append(f"{_name} = {DEFAULTS[_name]!r}, {_words_of(ALLOWED[_name])}\n    {_text}")
+    _documented.__doc__ = "\n".join(_entries)
 
 
 def resolve(given):
-    """Check the options of a call, and fill in those that are left open. Add four entries that are
-    no options. They are `weight_function` and `weight_mean`, from the row of WEIGHTS, and
-    `objective_function` and `by_label`, from the row of OBJECTIVES."""
-    options = DEFAULTS | given
+    """Check the options of a call, fill in those that are left open, and add what the rows of
+    WEIGHTS and OBJECTIVES say."""
     for name, value in given.items():
         if name not in DEFAULTS:
             raise TypeError(f"there is no option {name!r}{did_you_mean(name, DEFAULTS)}")
-        if value is not None or DEFAULTS[name] is not None:
-            _check_option(name, value)
-    of_loss = PRESETS[options["loss"]]
-    for name, value in zip(("weights", "objective", "tau_plus"), of_loss, strict=True):
-        if options[name] is None:
-            options[name] = value
-    weights, objective = options["weights"], options["objective"]
-    row = (own_rule, "any") if callable(weights) else WEIGHTS[weights]
+        if name == "temperature" and torch.is_tensor(value) and value.numel() == 1:
+            if not _may_read(value):
+                continue
+            value = value.item()
+        own = callable(value) and name in ("weights", "objective")
+        if not own and value is not DEFAULTS[name]:
+            _check(name, value, ALLOWED[name])
+    options = DEFAULTS | given
+    of_loss = zip(("weights", "objective", "tau_plus"), PRESETS[options["loss"]], strict=True)
+    options |= {name: value for name, value in of_loss if options[name] is None}
+    row = WEIGHTS.get(options["weights"], (own_rule, "any"))
     options["weight_function"], options["weight_mean"] = row
-    row = (own_objective, False) if callable(objective) else OBJECTIVES[objective]
+    row = OBJECTIVES.get(options["objective"], (own_objective, False))
     options["objective_function"], options["by_label"] = row
     if "log_negatives" not in takes(options["objective_function"]):
         options["tau_plus"] = 0.0  # the others are not debiased
@@ -1848,163 +1150,132 @@ def resolve(given):
 
 def did_you_mean(name, known):
     """Name what was perhaps meant."""
-    similar = difflib.get_close_matches(str(name), map(str, known), 1)
-    return f"; did you mean {similar[0]!r}?" if similar else ""
+    for similar in difflib.get_close_matches(str(name), map(str, known), 1):
+        return f"; did you mean {similar!r}?"
+    return ""
 
 
-def _check_option(name, value):
-    allowed = ALLOWED[name]
+def _check(name, value, allowed):
+    """Check that a value is one of some names; in a range [low, high], and whole if high is an int;
+    or a whole number of at least `allowed`."""
+    if isinstance(allowed, int):
+        allowed = [allowed, 10**18]
     if isinstance(allowed, list):
-        if name == "temperature" and torch.is_tensor(value) and value.numel() == 1:
-            value = value.item() if _may_read(value) else 1.0
-        _check_number(name, value, allowed[0], allowed[1])
-    elif callable(value) and name in ("weights", "objective"):
-        return
-    elif not (isinstance(value, str | bool) and value in allowed):
-        _require(False, name, _describe(value), _words_of(allowed) + did_you_mean(value, allowed))
+        kind = numbers.Integral if isinstance(allowed[1], int) else numbers.Real
+        valid = isinstance(value, kind) and allowed[0] <= value <= allowed[1]
+    else:
+        valid = isinstance(value, str | bool) and value in allowed
+    if not valid:  # torch.compile cannot trace repr()
+        words = _words_of(allowed)
+        if not isinstance(allowed, list):
+            words += did_you_mean(value, allowed)
+        _require(False, name, _describe(value), words)
 
 
-def _check_number(name, value, low, high=10**18):
-    """Check a number in [low, high]. It has to be whole if high is an int."""
-    kind = numbers.Integral if isinstance(high, int) else numbers.Real
-    if not (isinstance(value, kind) and low <= value <= high):
-        # described only if it fails, as torch.compile cannot trace repr() of a number that varies
-        _require(False, name, _describe(value), _words_of([low, high]))
-
-
-def _check_call(options, views, given):
+def _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group):
     """Check that the arguments of a call fit together."""
-    negatives, positive_index, labels, mask, log_weights, group = given
-    named = labels is not None or positive_index is not None
-    if len(views) < 2 and not (views and named):
-        raise InvalidArgument(
-            f"views has length {len(views)}. Give two or more (B, D), or one with labels=, or one "
-            "with negatives= and positive_index=."
-        )
-    shape = "B", "D"
+    if len(views) < 2 and (not views or labels is positive_index is None):
+        needs = "two or more (B, D), one with labels=, or one with negatives= and positive_index="
+        raise InvalidArgument(f"views has length {len(views)}. Give {needs}.")
+    shape, hint = ("B", "D"), "; labels go in labels="
     for i, view in enumerate(views):
-        _check_tensor(
-            f"views[{i}]", view, "float", shape, hint="; labels go in labels=", required=True
-        )
+        _check_tensor(f"views[{i}]", view, "float", shape, hint=hint, required=True)
         shape = view.shape
-    is_group = group is None or isinstance(group, distributed.ProcessGroup)
-    _require(is_group, "group", repr(group), "a process group of torch.distributed")
-    if group is not None and _may_read(views[0]):
-        _check_ranks(views, group)
+    ranks = 1
+    if group is not None:
+        is_group = isinstance(group, distributed.ProcessGroup)
+        _require(is_group, "group", repr(group), "a process group of torch.distributed")
+        ranks = distributed.get_world_size(group)
+        if _may_read(views[0]):
+            _check_ranks(views, group)
     b, k = len(views[0]), 0
+    n_anchors = n = b * len(views)
     if negatives is None:
-        n_anchors = b * len(views)
-        n = n_anchors if group is None else n_anchors * distributed.get_world_size(group)
+        n *= ranks
         if positive_index is not None:
             raise InvalidArgument("positive_index names rows of negatives, but there are none.")
     else:
-        n_anchors = b
-        n = k = _check_negatives(negatives, views, options, labels, group)
-    _check_tensor(
-        "labels", labels, "", (b + k,), hint=f" for {b} samples and {k} rows of negatives"
-    )
+        _check_negatives(negatives, views, options, labels, group)
+        n_anchors, n, k = b, negatives.shape[-2], negatives.shape[-2]
+    hint = f" for {b} samples and {k} rows of negatives"
+    _check_tensor("labels", labels, "", (b + k,), hint=hint)
     _check_index("positive_index", positive_index, n, b)
     _check_tensor("negative_mask", mask, "bool", (n_anchors, n), (n,))
     _check_tensor("log_weights", log_weights, "float", (n_anchors, n), (n,))
 
 
 def _check_ranks(views, group):
-    """Compare shapes over ranks, and look for NaN and inf. With unlike shapes ranks would wait."""
-    here = [len(views), *views[0].shape]
-    finite = all(view.isfinite().all() for view in views)
-    everywhere = gather(torch.tensor([here + [finite]]), group).tolist()
-    for rank, (*there, finite) in enumerate(everywhere):
-        if there != here:
-            raise InvalidArgument(
-                f"views differ between ranks. Rank {rank} has {there} views, rows and dimensions, "
-                f"and this one has {here}."
-            )
-        if not finite:
+    """Compare shapes over ranks, as they would wait, and look for NaN and inf."""
+    b, d = views[0].shape
+    here = [len(views), b, d, all(x.isfinite().all() for x in views)]
+    for rank, there in enumerate(gather(torch.tensor([here]), group).tolist()):
+        if there[:3] != here[:3]:
+            text = f"{there[:3]} views, rows, dimensions on rank {rank}, and {here[:3]} here"
+            raise InvalidArgument(f"views differ between ranks: {text}.")
+        if not there[3]:
             raise NotFinite(f"views of rank {rank} have NaN or inf.")
 
 
 def _check_negatives(negatives, views, options, labels, group):
-    """Check negatives (K, D) or (B, K, D) → K."""
+    """Check negatives (K, D) or (B, K, D)."""
     b, d = views[0].shape
     _check_tensor("negatives", negatives, "float", ("K", d), (b, "K", d))
-    if negatives.ndim == 3:
-        if labels is not None or "potential" in takes(options["weight_function"]):
-            raise InvalidArgument(
-                "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
-                "weights must not couple anchors by their candidates, as 'transported' does."
-            )
-    elif group is not None and _may_read(negatives):
-        # This communicates, see the head of section 8. Rows with nearly the same sum pass, such as
-        # the same rows in another order. We accept that.
-        sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)  # of each rank
+    coupled = "potential" in takes(options["weight_function"])
+    if negatives.ndim == 3 and (labels is not None or coupled):
+        raise InvalidArgument(
+            "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
+            "weights must not be 'transported'."
+        )
+    if negatives.ndim == 2 and group is not None and _may_read(negatives):
+        sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)
         if not torch.allclose(sums, sums[0], equal_nan=True):
-            raise InvalidArgument(
-                "negatives differs between ranks. Every rank must pass the same rows, for example "
-                "gather(negatives, group)."
-            )
-    return negatives.shape[-2]
+            raise InvalidArgument("negatives differs between ranks. Pass gather(negatives, group).")
 
 
 def _check_tensor(name, x, kind, *shapes, hint="", required=False):
-    """Check a tensor. If it is not required, None passes. A list also passes then, but not for the
-    kind "float". kind is "float", "int", "bool", or "" for any. A shape has lengths, or letters for
-    any length above 0. The hint ends the message of an error."""
+    """Check a tensor of "float", "int", "bool" or any kind "". None passes, and a list if it is not
+    of floats, unless one is required. A shape has lengths, or letters for any above 0."""
     if x is None and not required:
         return
-    if kind != "float" and not required:  # an index, say, may be a list
-        try:
+    if kind != "float" and not required:
+        with contextlib.suppress(Exception):  # a list may have words, or lists of unequal lengths
             x = torch.as_tensor(x)
-        except Exception:  # the list may have words, say, or lists of unequal lengths
-            pass
-    fits = torch.is_tensor(x) and any(_is_like(x.shape, shape) for shape in shapes)
+    fits = torch.is_tensor(x) and any(_fits(x, shape) for shape in shapes)
     if not (fits and kind in str(x.dtype)):
         sizes = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         kinds = f" of {kind}s" if kind else ""
         _require(False, name, _describe(x), f"a tensor {sizes}{kinds}{hint}")
 
 
-def _is_like(shape, wanted):
-    return len(shape) == len(wanted) and all(
-        a == b or isinstance(b, str) and a for a, b in zip(shape, wanted, strict=True)
-    )
+def _fits(x, shape):
+    lengths = zip(x.shape, shape, strict=False)
+    same = all(a == b or (isinstance(b, str) and a > 0) for a, b in lengths)
+    return same and x.ndim == len(shape)
 
 
 def _check_index(name, index, n, length):
     """Check that an index (length,) or (length, P) names rows from 0 to n − 1, or none by −1."""
     _check_tensor(name, index, "int", (length,), (length, "P"))
-    if index is None or (torch.is_tensor(index) and not _may_read(index)):
+    if index is None or torch.is_tensor(index) and not _may_read(index):
         return
     low, high = map(int, torch.as_tensor(index, device="cpu").aminmax())
     if low < -1 or high >= n:
         raise InvalidArgument(f"{name} has rows from {low} to {high}. It can have −1 to {n - 1}.")
 
 
-def _check_result(name, result, shape):
-    if not torch.is_tensor(result) or result.shape != shape:
-        raise InvalidArgument(
-            f"{name} returned {_describe(result)}. It must return a tensor {tuple(shape)}, with a "
-            "row for each anchor that it is given."
-        )
-
-
 def _check_finite(name, x):
     """Check a tensor, if it is given and can be read."""
     if x is None or not _may_read(x):
         return
-    # If the sum is finite, so are all entries. Looking at the sum alone takes a fraction of the
-    # time. If it is not finite, it may only have overflowed, so each entry is looked at.
-    if math.isfinite(x.detach().sum().item()) or x.isfinite().all():
-        return
-    raise NotFinite(f"{name} has NaN or inf.")
+    # looking at the sum takes a fraction of the time, but it can overflow
+    if not (math.isfinite(x.detach().sum().item()) or x.isfinite().all()):
+        raise NotFinite(f"{name} has NaN or inf.")
 
 
 def _describe(x):
-    if torch.is_tensor(x):
-        return f"{x.dtype} {tuple(x.shape)}"
-    return repr(x)[:60]
+    return f"{x.dtype} {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)[:60]
 
 
-# ================================================================================================
 # Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
 
 import copy
@@ -2013,182 +1284,107 @@ from itertools import pairwise
 
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
-__all__ += ["view", "Encoder", "MemoryBank", "embed", "uniformity", "Generator", "Discriminator"]
-__all__ += ["Game", "SimCLR", "Bank", "DiffHard", "Training", "RECIPES", "in_micro_batches"]
-__all__ += ["annealed_beta", "lead_in"]
+__all__ += """
+view Encoder MemoryBank embed uniformity Generator Discriminator Game SimCLR Bank DiffHard Training
+RECIPES in_micro_batches annealed_beta lead_in
+""".split()
 
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
-# TestViews compares each step with a reference.
-# A view draws one number in [0, 1) for each of these names. To add a transformation, add the names
-# that it needs. After that a seed no longer gives the views that it gave before.
-DRAWS = "area ratio x y flip jitter brightness contrast saturation hue gray sigma blur".split()
+
+YIQ = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]  # from RGB
 
 
 def view(
     images: Tensor,
     generator: torch.Generator | None = None,
-    area: tuple = (0.2, 1.0),
-    ratio: tuple = (3 / 4, 4 / 3),
-    flip: float = 0.5,
-    jitter: float = 0.8,
-    brightness: float = 0.4,
-    contrast: float = 0.4,
-    saturation: float = 0.4,
-    hue: float = 0.1,
-    gray: float = 0.2,
-    blur: float = 0.0,
-    sigma: tuple = (0.1, 2.0),
+    area=(0.2, 1.0),
+    ratio=(3 / 4, 4 / 3),
+    flip=0.5,
+    jitter=0.8,
+    brightness=0.4,
+    contrast=0.4,
+    saturation=0.4,
+    hue=0.1,
+    gray=0.2,
+    blur=0.0,
+    sigma=(0.1, 2.0),
 ) -> Tensor:
-    """Draw one random view of every image: a resized crop, a flip, colour jitter, grayscale, blur.
+    """Draw one random view of every image → float32 or float64 in [0, 1], with a gradient.
 
-    images       (B, 3, H, W), bytes or floats in [0, 1].
-    generator    A generator on the images' device. In the same state it repeats the views.
-    area         The range of the crop's area, as a share of the image.
-    ratio        The range of the crop's width / height, as a multiple of the image's. A side that
-                 would be longer than the image's is cut to it.
-    flip         The probability of a mirror image.
-    jitter       The probability of colour jitter, which changes brightness, contrast, saturation
-                 and hue.
-    brightness   The factor of brightness is drawn from [1 − brightness, 1 + brightness].
-    contrast     The factor of contrast is drawn in the same way.
-    saturation   The factor of saturation is drawn in the same way.
-    hue          The colour circle turns by an angle drawn from [−hue, hue]. 1 is a full turn.
-    gray         The probability of an image without colour.
-    blur         The probability of a blur.
-    sigma        The range of the blur's standard deviation, in pixels.
-
-    The views are float32 or float64, in [0, 1], with a gradient in the images. The defaults are
-    those of [6] for 32 × 32 images, but area starts at 0.2 instead of 0.08. One affine map of luma
-    and chroma makes all changes of colour, so they have no order. Ref: [6] App. A; [3] 3.1"""
+    images              (B, 3, H, W), bytes or floats in [0, 1], on the device of the generator.
+    area, ratio         Ranges of the crop's share of the image, and of its width / height as a
+                        multiple of the image's.
+    flip, gray, blur    Probabilities of a mirror image, of no colour, and of a blur.
+    jitter              The probability of other colours. Brightness, contrast and saturation change
+                        by factors in [1 − x, 1 + x], and chroma turns by up to hue, of a full turn.
+    sigma               The range of the blur's standard deviation, in pixels.
+    Ref: [6] App. A for 32 × 32 images, where area starts at 0.08; [3] 3.1"""
     _check_tensor("images", images, "", ("B", 3, "H", "W"), required=True)
-    x = _floats(images)
-    draws = _drawn(torch.rand, len(x), len(DRAWS), generator, x.device)
-    draws = dict(zip(DRAWS, draws.to(x.dtype).unbind(1), strict=True))  # each is (B,)
-    with torch.autocast(x.device.type, enabled=False):  # places of pixels need more than 16 bits
-        x = _crop(x, draws, area, ratio, flip)
-        x = _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray)
+    with torch.autocast(images.device.type, enabled=False):  # 16 bits are too few for coordinates
+        x = _floats(images)
+        numbers = torch.rand(len(x), 13, generator=generator, device=x.device)
+        numbers = iter(numbers.to(x.dtype).unbind(1))
+
+        def draw(limits=(0, 1)):
+            low, high = limits
+            return low + (high - low) * next(numbers)  # (B,)
+
+        # crop and flip: coordinates go from −1 to 1
+        share, aspect = draw(area), draw([math.log(x) for x in ratio]).exp()
+        width, height = (side.sqrt().clamp_max(1) for side in (share * aspect, share / aspect))
+        x_center, y_center = (1 - width) * draw((-1, 1)), (1 - height) * draw((-1, 1))
+        width, zero = torch.where(draw() < flip, -width, width), torch.zeros_like(width)
+        theta = torch.stack([width, zero, x_center, zero, height, y_center], 1).view(-1, 2, 3)
+        grid = F.affine_grid(theta, x.shape, align_corners=False)  # (B, H, W, 2)
+        x = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
+
+        # colours: in YIQ, scale and turn chroma, which is IQ; then change brightness and contrast
+        changed = (draw() < jitter).to(x.dtype)  # 1 or 0
+        ranges = brightness, contrast, saturation
+        light, spread, colour = (1 + changed * draw((-most, most)) for most in ranges)
+        angle = changed * draw((-hue, hue)) * 2 * math.pi
+        colour = colour * (draw() >= gray)
+        cos, sin, one = angle.cos() * colour, angle.sin() * colour, torch.ones_like(angle)
+        chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
+        yiq = torch.tensor(YIQ, dtype=torch.float32, device="cpu")
+        to_yiq, to_rgb = (m.to(x, non_blocking=True) for m in (yiq, yiq.inverse()))
+        luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # the mean of an image
+        gain, offset = (light * spread)[:, None, None], ((1 - spread) * luma)[:, None, None]
+        x = (gain * ((to_rgb @ chroma @ to_yiq) @ x.flatten(2)) + offset).view_as(x)
+
         if blur > 0:
-            x = _blur(x, _between(draws["sigma"], sigma), draws["blur"] < blur)
+            radius = max(1, min(x.shape[2:]) // 20)  # the kernel is a tenth as wide as the image
+            steps = torch.arange(-radius, radius + 1, device=x.device)
+            kernel = torch.softmax(-((steps / draw(sigma)[:, None]) ** 2) / 2, 1)
+            kernel = torch.where((draw() < blur)[:, None], kernel, (steps == 0).to(x.dtype))
+            x = F.pad(x, (radius,) * 4, mode="reflect")
+            for dim in (2, 3):
+                side, weights = x.shape[dim] - 2 * radius, kernel[:, :, None, None, None].unbind(1)
+                x = sum(w * x.narrow(dim, k, side) for k, w in enumerate(weights))
     return x.clamp(0, 1)
 
 
-def _crop(x, draws, area, ratio, flip):
-    share = _between(draws["area"], area)
-    aspect = _between(draws["ratio"], (math.log(ratio[0]), math.log(ratio[1]))).exp()
-    width = (share * aspect).sqrt().clamp_max(1)  # 1 is the whole image
-    height = (share / aspect).sqrt().clamp_max(1)
-    center_x = (1 - width) * (2 * draws["x"] - 1)  # coordinates go from −1 to 1
-    center_y = (1 - height) * (2 * draws["y"] - 1)
-    mirror = 1 - 2 * (draws["flip"] < flip).to(x.dtype)  # −1 for a mirror image
-    zero = torch.zeros_like(width)
-    # theta maps places in the view, from −1 to 1, to places in the image
-    theta = torch.stack([width * mirror, zero, center_x, zero, height, center_y], 1)
-    grid = F.affine_grid(theta.view(-1, 2, 3), x.shape, align_corners=False)  # (B, H, W, 2)
-    return F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
-
-
-def _recolour(x, draws, jitter, brightness, contrast, saturation, hue, gray):
-    """Change colours in YIQ, where Y is luma and (I, Q) is chroma.
-    Chroma is scaled and turned. Then the image is multiplied by `light`, and its distance from its
-    mean luma by `spread`. For each image this is one 3 × 3 matrix and one offset."""
-    changed = (draws["jitter"] < jitter).to(x.dtype)  # 1 or 0
-    light = 1 + changed * _between(draws["brightness"], (-brightness, brightness))
-    spread = 1 + changed * _between(draws["contrast"], (-contrast, contrast))
-    colour = 1 + changed * _between(draws["saturation"], (-saturation, saturation))
-    colour = colour * (draws["gray"] >= gray)
-    angle = changed * _between(draws["hue"], (-hue, hue)) * 2 * math.pi
-    cos = angle.cos() * colour
-    sin = angle.sin() * colour
-    one, zero = torch.ones_like(cos), torch.zeros_like(cos)
-    chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
-    to_yiq, to_rgb = _colour_maps(x.device, x.dtype)
-    mean_luma = (x.mean((2, 3)) @ to_yiq[0]) * light  # (B,), around which contrast spreads
-    pixels = (to_rgb @ chroma @ to_yiq) @ x.flatten(2)  # (B, 3, H·W)
-    pixels = (light * spread)[:, None, None] * pixels + ((1 - spread) * mean_luma)[:, None, None]
-    return pixels.view_as(x)
-
-
-class _OfRank(torch.Generator):
-    """A generator of one of several ranks. All ranks give theirs the same seed."""
-
-    rank, ranks = 0, 1
-
-
-def _drawn(function, n, width, generator, device):
-    """Draw numbers (n, width) for the n samples of this rank.
-    Each rank draws those of the whole batch. Rank r of R keeps rows r, r + R, r + 2·R, …
-    `Training` takes images in the same way. So it can promise the same run for any number of
-    ranks. Its help names the exceptions."""
-    rank, ranks = 0, 1
-    if isinstance(generator, _OfRank):
-        rank, ranks = generator.rank, generator.ranks
-    size = n * ranks, width
-    drawn = function(size, generator=generator, device=device, dtype=torch.float32)
-    return drawn[rank::ranks]
-
-
 def _floats(images):
-    """Return bytes as floats in [0, 1], and floats of 16 bits as float32."""
-    if not images.is_floating_point():
-        return images / 255
-    return _upcast(images)
-
-
-def _between(draw, ends):
-    low, high = ends
-    return low + (high - low) * draw
-
-
-@functools.lru_cache
-def _colour_maps(device, dtype):
-    """Return matrices (3, 3) from RGB to YIQ and back.
-    They are cached, because a GPU would wait for each copy from the CPU."""
-    rows = [[0.299, 0.587, 0.114], [0.5959, -0.2746, -0.3213], [0.2115, -0.5227, 0.3112]]
-    with torch.inference_mode(False):  # training cannot use a tensor made in inference mode
-        to_yiq = torch.tensor(rows, device=device, dtype=torch.float32)
-        return to_yiq.to(dtype), torch.linalg.inv(to_yiq).to(dtype)
-
-
-def _blur(x, deviation, chosen):
-    height, width = x.shape[2:]
-    radius = max(1, min(height, width) // 20)  # the kernel is a tenth as wide as the image [6]
-    steps = torch.arange(-radius, radius + 1, device=x.device, dtype=x.dtype)
-    kernel = torch.softmax(-((steps / deviation[:, None]) ** 2) / 2, 1)  # (B, 2·radius + 1)
-    kernel = torch.where(chosen[:, None], kernel, (steps == 0).to(x.dtype))
-    weights = kernel[:, :, None, None, None].unbind(1)  # (B, 1, 1, 1) each
-    x = F.pad(x, (radius,) * 4, mode="reflect")
-    x = sum(weight * x[:, :, k : k + height] for k, weight in enumerate(weights))
-    return sum(weight * x[:, :, :, k : k + width] for k, weight in enumerate(weights))
+    return _upcast(images) if images.is_floating_point() else images / 255
 
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
-# The tests are TestEncoder, TestMemoryBank and TestWrappers. The last one has `embed`, `follow` and
-# `uniformity`, too. TestTraining has the steps of optimizers, and training/test_ranks.py tests
-# `group`.
 
 
 class Encoder(nn.Module):
-    """Map images (B, 3, H, W) in [0, 1] to features (B, self.features) and embeddings (B, dim).
-
-    name    "small" has four convolutions. "resnet18" and "resnet50" are those of torchvision.
-    dim     The dimension of the embeddings.
-    size    The side H = W of the images, which must be even for "small". Up to 64 pixels a resnet
-            has a first convolution of 3 × 3 pixels and no max-pooling.
-
-    Embeddings are not normalised. After training, use the features. Ref: [6] App. B.9; [1] C"""
+    """Map images (B, 3, size, size) in [0, 1] to features (B, self.features), which to use after
+    training, and embeddings (B, dim), not normalised. Ref: [6] App. B.9; [1] C"""
 
     def __init__(self, name: str = "small", dim: int = 128, size: int = 32):
         super().__init__()
-        names = "small", "resnet18", "resnet50"
-        _require(name in names, "name", name, f"one of {', '.join(names)}")
+        _check("name", name, ("small", "resnet18", "resnet50"))
         if name == "small":
             _require(size % 2 == 0, "size", size, "even for the small encoder")
             layers = [nn.PixelUnshuffle(2)]  # 2 × 2 pixels become one, which halves the work
             for before, after, stride in ((12, 32, 1), (32, 64, 2), (64, 128, 2), (128, 256, 1)):
-                convolution = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
-                layers += [convolution, nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
+                layers.append(nn.Conv2d(before, after, 3, stride, padding=1, bias=False))
+                layers += [nn.BatchNorm2d(after), nn.ReLU(inplace=True)]
             self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
             self.features = 256
         else:
@@ -2197,12 +1393,12 @@ class Encoder(nn.Module):
             self.backbone = getattr(models, name)()
             self.features = self.backbone.fc.in_features
             self.backbone.fc = nn.Identity()
-            if size <= 64:
+            if size <= 64:  # small images begin without stride
                 self.backbone.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
                 self.backbone.maxpool = nn.Identity()
         hidden = max(self.features, 2 * dim)
-        first, last = nn.Linear(self.features, hidden), nn.Linear(hidden, dim)
-        self.head = nn.Sequential(first, nn.ReLU(inplace=True), last)
+        layers = nn.Linear(self.features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, dim)
+        self.head = nn.Sequential(*layers)
 
     def forward(self, images: Tensor) -> tuple:
         features = self.backbone(4 * images - 2)  # pixels have about mean 0 and variance 1 now
@@ -2212,21 +1408,17 @@ class Encoder(nn.Module):
 class MemoryBank(nn.Module):
     """Remember a unit row for each sample, and move it towards each new embedding of the sample.
         row_i ← u / ‖u‖    where u = m row_i + (1 − m) z_i
-
-    rows        (K, D), the rows to begin with. They become a buffer, which has no gradient.
-    momentum    m, in [0, 1).
-
-    Ref: [4] 5.1; [7]"""
+    rows (K, D) are those to begin with. momentum is m, in [0, 1). Ref: [4] 5.1; [7]"""
 
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
-        _check_number("momentum", momentum, 0, 1 - 1e-9)
+        _check("momentum", momentum, [0, 1 - 1e-9])
         self.momentum = momentum
         self.register_buffer("rows", unit(rows.detach()))
 
     @torch.no_grad()
     def update(self, index: Tensor, z: Tensor) -> None:
-        """Move the rows at index (B,) towards embeddings z (B, D). No row may be named twice."""
+        """Move the rows at index (B,), all different, towards embeddings z (B, D)."""
         _check_tensor("z", z, "float", (len(index), self.rows.shape[1]))
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
@@ -2235,103 +1427,71 @@ class MemoryBank(nn.Module):
 @torch.no_grad()
 def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     """Move the parameters and buffers θ' of a follower towards those of a leader, θ.
-        θ' ← m θ' + (1 − m) θ
-
-    momentum is m, in [0, 1]. Both networks have the same layers. Either may be of another dtype, on
-    another device, or wrapped by torch.compile, DataParallel or DistributedDataParallel. Keep the
-    follower in float32, because small steps vanish in 16 bits. Buffers of whole numbers, such as
-    the count of batches in BatchNorm, are copied. Ref: [8]; [3] Eq. 7"""
-    leaders = _unwrapped(leader).state_dict()
-    followers = _unwrapped(follower).state_dict(keep_vars=True)
-    # Layers can share a tensor, which must move once. With keep_vars=True state_dict gives the
-    # tensors themselves, so as keys of a dict they occur once.
-    names = {x: name for name, x in followers.items()}
-    for value, name in names.items():
-        target = leaders.get(name)
-        _check_tensor(f"leader's {name}", target, "", value.shape, required=True)
-        if value.is_floating_point():
-            value.lerp_(target.to(value), 1 - momentum)
+        θ' ← m θ' + (1 − m) θ    for a momentum m in [0, 1]. Whole numbers are copied
+    The networks may differ in dtype, device and wrappers. Ref: [8]; [3] Eq. 7"""
+    leader, follower = _unwrapped(leader), _unwrapped(follower)
+    leaders = dict(leader.named_parameters()) | dict(leader.named_buffers())
+    followers = dict(follower.named_parameters()) | dict(follower.named_buffers())
+    for name, x in followers.items():
+        _check_tensor(f"leader's {name}", leaders.get(name), "", x.shape, required=True)
+        if x.is_floating_point():
+            x.lerp_(leaders[name].to(x), 1 - momentum)
         else:
-            value.copy_(target)
+            x.copy_(leaders[name])
 
 
 def _unwrapped(network):
-    """Return the network that torch.compile, or training on many devices, has wrapped."""
     while type(network).__name__ in "DataParallel DistributedDataParallel OptimizedModule".split():
         (network,) = network.children()
     return network
 
 
-@torch.no_grad()
-def _average(tensors, group):
-    """Replace float32 tensors by their means over the ranks.
-    They are sent as one vector, so all ranks must pass the same list. If these are gradients, a
-    parameter that has one must have one on every rank."""
-    if group is None or not tensors:
-        return
-    flat = torch.cat([x.flatten() for x in tensors])
-    distributed.all_reduce(flat, group=group)
-    flat /= distributed.get_world_size(group)
-    parts = flat.split([x.numel() for x in tensors])
-    for x, mean in zip(tensors, parts, strict=True):
-        x.copy_(mean.view_as(x))
-
-
-def _running(network):
-    """List the running statistics of BatchNorm."""
-    return [
-        x for name, x in network.named_buffers() if name.endswith(("running_mean", "running_var"))
-    ]
-
-
-def _gradients(optimizer):
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p.grad for p in parameters if p.grad is not None]
-
-
 def _descend(loss, optimizer, name, read=False, group=None):
-    """Take a step of an optimizer. A loss that is not finite raises FloatingPointError.
-    On a GPU this is checked only if `read` is true, because the host has to wait for the loss. If
-    one rank alone raises here, the others wait in `_average` until torchrun stops them."""
+    """Take a step down a loss, which must be finite. On a GPU only `read` checks, and waits."""
     if (read or _may_read(loss)) and not loss.isfinite():
         raise FloatingPointError(f"The loss of the {name} is {loss.item()}.")
+    optimizer.zero_grad()
     with torch.autocast(loss.device.type, enabled=False):  # autocast is for forward passes
-        optimizer.zero_grad()
         loss.backward()
-        _average(_gradients(optimizer), group)
-        optimizer.step()
-    torch.clear_autocast_cache()  # the cache has the weights from before this step
+    _move(optimizer, group)
+
+
+def _move(optimizer, group):
+    """Take a step along gradients, averaged over ranks."""
+    parameters = [p for row in optimizer.param_groups for p in row["params"]]
+    _average([p.grad for p in parameters if p.grad is not None], group)
+    optimizer.step()
+    torch.clear_autocast_cache()  # it has copies of the weights from before this step
 
 
 @torch.no_grad()
-def embed(
-    encoder: nn.Module,
-    images: Tensor,
-    batch_size: int = 200,
-    group: distributed.ProcessGroup | None = None,
-) -> tuple:
-    """Embed images without augmentation → float32 features (n, F) and unit embeddings (n, D).
-    images are (n, 3, H, W), on any device. Any object will do that has len(images), and
-    images.split(m), which yields tensors (m, 3, H, W). With a group it also needs images[index],
-    which returns such an object. A copy of the encoder, without wrappers, runs in eval mode. The
-    results have no gradient. With a group all ranks pass the same images. Each rank embeds a share
-    of them, and gets the embeddings of all."""
+def _average(tensors, group):
+    if group and tensors:
+        mean = torch.cat([x.flatten() for x in tensors]) / group.size()
+        distributed.all_reduce(mean, group=group)
+        for x, part in zip(tensors, mean.split([x.numel() for x in tensors]), strict=True):
+            x.copy_(part.view_as(x))
+
+
+@torch.no_grad()
+def embed(encoder: nn.Module, images: Tensor, batch_size: int = 200, group=None) -> tuple:
+    """Embed images in eval mode → float32 features (n, F) and unit embeddings (n, D), no gradient.
+    images are (n, 3, H, W) on any device, or an object with len(images), images.split(m), and for a
+    group images[index]. Each rank of a group embeds a share, and gets the embeddings of all."""
     if group is not None:
         n = len(images)
         outputs = embed(encoder, images[_share(n, group)], batch_size)
         return tuple(gather(x, group)[:n] for x in outputs)
     encoder = _unwrapped(encoder)
-    groups = [getattr(part, "process_group", None) for part in encoder.modules()]
-    # The process groups of SyncBatchNorm cannot be copied. deepcopy uses what is in this dict as it
-    # is, and does not copy it.
-    shared = {id(x): x for x in groups}
-    encoder = copy.deepcopy(encoder, shared).eval()
+    modes = {part: part.training for part in encoder.modules()}
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
-    outputs = [
-        encoder(_floats(part.to(weight.device)).to(weight.dtype))
-        for part in images.split(batch_size)
-    ]
-    features, z = zip(*outputs, strict=True)
+    try:
+        encoder.eval()
+        parts = (_floats(part.to(weight.device)) for part in images.split(batch_size))
+        features, z = zip(*(encoder(part.to(weight.dtype)) for part in parts), strict=True)
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
     return torch.cat(features).float(), unit(torch.cat(z).float())
 
 
@@ -2339,33 +1499,17 @@ def embed(
 def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
     """Measure how evenly the rows of z (n, D) cover the unit sphere.
         log E e^{−t ‖x − y‖²}    over all pairs of different rows x, y, projected to the sphere
-
-    A lower value means that the rows are spread more evenly. It is 0 if all rows are equal, and −4t
-    for two opposite rows. Time grows as n² D. Large n are worked on in blocks, so that memory grows
-    as n D. Ref: [5]; [4] Eq. 10, negated"""
-    _check_tensor("z", z, "float", ("n", "D"))
+    Lower is more even. It is 0 if all rows are equal. Ref: [5]; [4] Eq. 10, negated"""
     n = len(z)
     _require(n > 1, "z", f"{n} row", "at least two rows")
     _check_finite("z", z)
-    # Row i is its own positive, and all other rows are its candidates. So its loss is
-    # log Σ_j e^{2t cos_ij} − 2t = log Σ_j e^{−t ‖z_i − z_j‖²}.
-    losses = contrastive_loss(
-        z,
-        objective="decoupled",
-        negatives=z,
-        positive_index=range(n),
-        temperature=0.5 / t,
-        reduction="none",
-    )
+    # with itself as positive, row i has the loss log Σ_j e^{2t cos_ij} − 2t
+    options = {"objective": "decoupled", "temperature": 0.5 / t, "reduction": "none"}
+    losses = contrastive_loss(z, negatives=z, positive_index=range(n), **options)
     return losses.logsumexp(0) - math.log(n * n - n)
 
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
-# All networks stay in train mode. There each forward pass changes the state of spectral norms and
-# of BatchNorm. So if you reorder, add or drop a pass, a seed gives another run. TestGame writes
-# Algorithm 1 of [3] in a few lines. It compares a whole step with these lines. It covers the
-# ascent, the follower, and the turn of G and D. It also tests shapes, channels and spectral norms
-# of the networks.
 
 
 class _Residual(nn.Module):
@@ -2382,51 +1526,42 @@ def _conv(before, after, kernel=3):
     return spectral_norm(nn.Conv2d(before, after, kernel, padding=kernel // 2))
 
 
+# all networks stay in train mode, so running statistics would not be used
+_norm = functools.partial(nn.BatchNorm2d, track_running_stats=False)
+
+
 def _up(before, after):
     double = nn.Upsample(scale_factor=2)
-    residual = [nn.BatchNorm2d(before), nn.ReLU(), double, _conv(before, after)]
-    residual += [nn.BatchNorm2d(after), nn.ReLU(), _conv(after, after)]
-    return _Residual(residual, [_conv(before, after, 1), double])
+    first = _norm(before), nn.ReLU(), double, _conv(before, after)
+    second = _norm(after), nn.ReLU(), _conv(after, after)
+    return _Residual(first + second, [_conv(before, after, 1), double])
 
 
-def _down(before, after, first=False, last=False):
-    """Make the block of [9] Fig. 15(c), which halves the side of an image unless it is the last.
-    The first block gets pixels from −1 to 1. A ReLU in front of it would lose all that are below 0,
-    so there is none."""
-    pool = nn.Identity() if last else nn.AvgPool2d(2)
-    residual = [_conv(before, after), nn.ReLU(), _conv(after, after), pool]
-    if not first:
-        residual.insert(0, nn.ReLU())
-    return _Residual(residual, [pool, _conv(before, after, 1)])
+def _down(before, after, relu=nn.ReLU, pool=nn.AvgPool2d):
+    residual = [relu(), _conv(before, after), nn.ReLU(), _conv(after, after), pool(2)]
+    return _Residual(residual, [pool(2), _conv(before, after, 1)])
 
 
 def _widths(size, width):
-    """List numbers of channels, which double from width to at most four times width.
-    There is one for each of the sides size, size / 2, …, 4."""
-    _check_number("size", size, 8)
+    """List numbers of channels for the sides size, size / 2, …, 4: width, 2·width, 4·width, …"""
+    _check("size", size, 8)
     _require(size.bit_count() == 1, "size", size, "a power of two, such as 32")
-    _check_number("width", width, 1)
+    _check("width", width, 1)
     return [width * min(2**k, 4) for k in range(size.bit_length() - 2)]
 
 
 class Generator(nn.Module):
     """Map latents (B, latent) from N(0, I) to images (B, 3, size, size) in [0, 1], float32.
-
-    size      The side of the images, a power of two of at least 8.
-    width     The number of channels at full size.
-    latent    The dimension of a latent.
-
-    Residual blocks double the side from 4 up to size. Weights are spectrally normalised. Ref: [9]
-    Fig. 15; [3] 4"""
+    size is a power of two. At full size there are `width` channels. Ref: [9] Fig. 15; [3] 4"""
 
     def __init__(self, size: int = 32, width: int = 16, latent: int = 64):
         super().__init__()
-        _check_number("latent", latent, 1)
+        _check("latent", latent, 1)
         self.latent = latent
         widths = _widths(size, width)[::-1]
         self.first = spectral_norm(nn.Linear(latent, 16 * widths[0]))
         blocks = [_up(before, after) for before, after in pairwise(widths)]
-        self.blocks = nn.Sequential(*blocks, nn.BatchNorm2d(width), nn.ReLU(), _conv(width, 3))
+        self.blocks = nn.Sequential(*blocks, _norm(width), nn.ReLU(), _conv(width, 3))
 
     def forward(self, z: Tensor) -> Tensor:
         x = self.first(z).view(len(z), -1, 4, 4).contiguous(memory_format=torch.channels_last)
@@ -2435,17 +1570,15 @@ class Generator(nn.Module):
 
 class Discriminator(nn.Module):
     """Score the realism of images (B, 3, size, size) in [0, 1] → (B,), float32.
-    A higher score means more real. size and width are those of `Generator`. Residual blocks halve
-    the side down to 4. Ref: [9] Fig. 15"""
+    size and width are those of `Generator`. Ref: [9] Fig. 15"""
 
     def __init__(self, size: int = 32, width: int = 16):
         super().__init__()
         widths = _widths(size, width)
-        # For size 32 and width w the channels go 3 → w → 2w → 4w → 4w, and the sides 16, 8, 4, 4.
-        blocks = [_down(3, widths[0], first=True)]
+        blocks = [_down(3, width, relu=nn.Identity)]  # a ReLU would cut off dark pixels
         blocks += [_down(before, after) for before, after in pairwise(widths[:-1])]
-        blocks.append(_down(widths[-2], widths[-1], last=True))
-        self.blocks = nn.Sequential(*blocks, nn.ReLU())
+        blocks += [_down(widths[-2], widths[-1], pool=nn.Identity), nn.ReLU()]
+        self.blocks = nn.Sequential(*blocks)
         self.last = spectral_norm(nn.Linear(widths[-1], 1))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -2455,116 +1588,83 @@ class Discriminator(nn.Module):
 
 
 class Game(nn.Module):
-    """Play against an encoder, with a generator G and a discriminator D.
-    G makes images that are hard for the encoder, and D keeps them looking real. G_ema is a moving
-    average of G.
+    """Play against an encoder, with a generator G, which makes images that are hard for it, a
+    discriminator D, which keeps them looking real, and G_ema, a moving average of G. Ref: [3] 3.1
 
     size, width, latent    See `Generator`.
-    pairs         If true, a latent z gives two images, G(z) and G_ema(z). They are positives of
-                  each other. If false, it gives G(z) alone.
-    ascent        If true, G also ascends the encoder's loss. If false, G plays against D alone.
-                  Without pairs and ascent this is "CL-GAN" in [3].
+    pairs         Whether a latent z gives two positives, G(z) and G_ema(z), or G(z) alone.
+    ascent        Whether G also ascends the encoder's loss. Without both it is "CL-GAN" in [3].
     momentum      m of G_ema, in [0, 1).
-    pretrain      How many epochs G and D train alone before the encoder begins.
-    every         How many steps the encoder takes for each step of the game.
-    batch_size    How many images a step of D takes of each kind, real and generated. At least 2.
-    lr            The learning rate of Adam for the losses of `imitate`.
-    ascent_lr     The learning rate of Adam for the ascent.
-
-    The state_dict has the networks, the optimizers and `taken`, the number of steps that the
-    encoder took. The defaults suit a CPU. Ref: [3] 3.1, 3.2"""
+    pretrain      Epochs in which G and D train alone before the encoder begins.
+    every         Steps of the encoder for each step of the game.
+    batch_size    How many real images, and generated ones, each rank takes in a step of D.
+    lr            The learning rate of Adam in `imitate`. ascent_lr is that of the ascent."""
 
     def __init__(
         self,
-        size: int = 32,
-        width: int = 16,
-        latent: int = 64,
-        pairs: bool = True,
-        ascent: bool = True,
-        momentum: float = 0.99,
-        pretrain: int = 10,
-        every: int = 4,
-        batch_size: int = 64,
-        lr: float = 4e-4,
-        ascent_lr: float = 1e-4,
+        size=32,
+        width=16,
+        latent=64,
+        pairs=True,
+        ascent=True,
+        momentum=0.99,
+        pretrain=10,
+        every=4,
+        batch_size=64,
+        lr=4e-4,
+        ascent_lr=1e-4,
     ):
         super().__init__()
-        _check_number("momentum", momentum, 0, 1 - 1e-9)
-        _check_number("pretrain", pretrain, 0)
-        _check_number("every", every, 1)
-        _check_number("batch_size", batch_size, 2)
+        _check("momentum", momentum, [0, 1 - 1e-9])
+        _check("pretrain", pretrain, 0)
+        _check("every", every, 1)
+        _check("batch_size", batch_size, 2)
         self.pairs, self.ascent, self.momentum = pairs, ascent, momentum
         self.pretrain, self.every, self.batch_size = pretrain, every, batch_size
         self.taken = 0  # how many steps the encoder took
-        self.G = Generator(size, width, latent)
-        self.D = Discriminator(size, width)
+        self.G, self.D = Generator(size, width, latent), Discriminator(size, width)
         self.G_ema = copy.deepcopy(self.G).requires_grad_(False)
         self.to(memory_format=torch.channels_last)
-        # "G" and "ascent" move the same parameters, and so share their gradients, see `DiffHard`
-        betas = (0.0, 0.999)
-        self.optimizers = {
-            "G": torch.optim.Adam(self.G.parameters(), lr, betas),
-            "D": torch.optim.Adam(self.D.parameters(), lr, betas),
-            "ascent": torch.optim.Adam(self.G.parameters(), ascent_lr, betas, maximize=True),
-        }
+        adam = functools.partial(torch.optim.Adam, betas=(0.0, 0.999))
+        self.optimizers = {"G": adam(self.G.parameters(), lr), "D": adam(self.D.parameters(), lr)}
+        self.optimizers["ascent"] = adam(self.G.parameters(), ascent_lr, maximize=True)
 
     def latents(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw latents (n, latent) from N(0, I)."""
-        bias = self.G.first.bias  # it has the device and dtype of G
-        return _drawn(torch.randn, n, self.G.latent, generator, bias.device).to(bias.dtype)
+        device = self.G.first.bias.device
+        return torch.randn(n, self.G.latent, generator=generator, device=device)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
-        """Generate n images → images (n, 3, size, size) in [0, 1], the index (n,) of their latents.
-        With pairs they are G(z_k) and G_ema(z_k) of n // 2 latents, so an odd n gives one image
-        fewer. Without pairs they are G(z_k) of n latents. Only G gets a gradient. Ref: [3] Eq. 6"""
+        """Generate n images → images (n, 3, size, size), and the index (n,) of their latents.
+        With pairs an odd n gives one image fewer. Only G gets a gradient. Ref: [3] Eq. 6"""
         z = self.latents(n // 2 if self.pairs else n, generator)
         index = torch.arange(len(z), device=z.device)
         if not self.pairs:
             return self.G(z), index
         return torch.cat([self.G(z), self.G_ema(z)]), index.repeat(2)
 
-    def imitate(
-        self,
-        images: Tensor,
-        generator: torch.Generator | None = None,
-        read: bool = False,
-        group: distributed.ProcessGroup | None = None,
-    ) -> dict:
+    def imitate(self, images: Tensor, generator=None, read=False, group=None) -> dict:
         """Let D take a step to tell real images x from generated ones, then G a step to deceive D.
             d_loss = E max(0, 1 − D(x)) + E max(0, 1 + D(G(z)))    g_loss = −E D(G(z))
 
-        images    Real images (B, 3, size, size). The first batch_size of them are used. With a
-                  group each rank uses its first batch_size // ranks, but one at least.
-        read      Check on a GPU, too, that both losses are finite. The host has to wait for that.
-
-        The result is a dict of d_loss and g_loss. A loss that is not finite raises
-        FloatingPointError. Ref: [3] Eq. 5, which has a function f_G that [3] does not define. So
-        g_loss is that of [9]"""
-        ranks = 1 if group is None else distributed.get_world_size(group)
-        images = _floats(images[: max(1, self.batch_size // ranks)])
+        `read` checks on a GPU, too, that both are finite. Ref: [3] Eq. 5, and [9] for g_loss"""
+        images = _floats(images[: self.batch_size])
         fake = self.G(self.latents(len(images), generator))
         if images.shape != fake.shape:
-            raise InvalidArgument(
-                f"images has shape {tuple(images.shape)}, but the generator makes "
-                f"{tuple(fake.shape)}. Give the game the size of the images."
-            )
+            shapes = f"shape {tuple(images.shape)}, but the generator makes {tuple(fake.shape)}"
+            raise InvalidArgument(f"images has {shapes}. Give the game the size of the images.")
         d_loss = F.relu(1 - self.D(images)).mean() + F.relu(1 + self.D(fake.detach())).mean()
         _descend(d_loss, self.optimizers["D"], "discriminator", read, group)
-        self.D.requires_grad_(False)  # D passes the gradient on to G, and needs none itself
         g_loss = -self.D(fake).mean()
-        self.D.requires_grad_(True)
         _descend(g_loss, self.optimizers["G"], "generator", read, group)
         return {"d_loss": d_loss.detach(), "g_loss": g_loss.detach()}
 
     def follow(self) -> None:
         """Move G_ema towards G. Ref: [3] Eq. 7"""
         follow(self.G_ema, self.G, self.momentum)
-        # The singular vectors of spectral norms are averages now, so they are shorter than 1.
-        # Computing a weight in train mode takes a power iteration, which gives the vectors length 1
-        # again.
         for module in self.G_ema.train().modules():
             if hasattr(module, "parametrizations"):
-                module.parametrizations.weight()
+                module.parametrizations.weight()  # averaged singular vectors get length 1 again
 
     def get_extra_state(self):
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
@@ -2577,220 +1677,116 @@ class Game(nn.Module):
 
 
 # ---- 12. Training: methods, and one loop that trains an encoder by any of them
-# The tests are TestBank, TestMicroBatches, TestSchedules and TestTraining. TestGame has DiffHard,
-# and training/test_ranks.py tests `group`.
-
-# A method is a SimCLR, or a subclass with more state. It has two calls:
-#     step(encoder, images, index, generator, **options) → loss, figures
-#     after_step() → figures or None
-# index (B,) has the places of the images in the training set. Figures are a dict of numbers to
-# report.
-# What the loop does:
-#   - For each batch it calls `step`, moves the encoder down the loss, and then calls `after_step`.
-#   - It trains the encoder and the parameters of the method's criterion, and nothing else.
-#   - It gives `step` two kinds of **options. return_stats asks for figures, and the others are
-#     options of the loss that `schedules` set for this step.
-#   - It reads the method's `pretrain` and `scheduled`, and sets its `group`.
-#   - While the method trains alone, before the encoder begins, encoder and loss are None.
-# What a method must do:
-#   - If it has parameters besides those of its criterion, it has optimizers for them. Their
-#     gradients are filled by the backward pass of the loop, or by one that the method runs itself.
-#     Before that pass it clears them. After it, it averages these gradients over ranks, and steps
-#     its optimizers, as DiffHard does.
-#   - In bfloat16 a forward pass keeps 16-bit copies of the weights that it used. After a step of an
-#     optimizer they are out of date, and later passes would still use them. So after such a step
-#     call torch.clear_autocast_cache(). `_descend` does so, too.
-#   - It saves these optimizers and its counters by get_extra_state, as Game does. What `step` keeps
-#     for `after_step` need not be saved, as a run is saved after both.
-#   - It draws numbers for samples by `_drawn`. All ranks have the same seed, so otherwise they
-#     would draw the same numbers for different samples.
-#   - It sees to it that whatever it changes is equal on all ranks in the end. The loop does so for
-#     the gradients of its own optimizer, and for BatchNorm. Vectors of spectral norms stay equal if
-#     all ranks have equal weights and make equally many passes in train mode.
-# To test a method of this file, add it to METHODS in test_hardneg.py, and to METHODS in
-# training/test_training.py, which the tests over ranks use, too.
-# If you change the order in which a step draws numbers, a seed gives another run. TestTraining
-# checks that a resumed run is the same to the last bit. training/test_ranks.py checks that a run
-# over ranks is the same up to rounding.
 
 
 class SimCLR(nn.Module):
     """Contrast two random views of each image with the views of the other images in the batch.
-    criterion is a ContrastiveLoss. view_options are options of `view`. Ref: [6] Algorithm 1"""
+    criterion is a ContrastiveLoss. view_options are options of `view`. A method of your own is
+    another `step`. Ref: [6] Algorithm 1"""
 
-    group = None  # of ranks that share each batch, set by `Training`
-    pretrain = 0  # how many epochs the method trains alone before the encoder begins
-    scheduled = []  # optimizers of the method whose learning rates follow the recipe. While the
-    #                 method trains alone, they have the rate of the recipe's first step
+    group, rank = None, 0  # `Training` sets both
+    pretrain = 0  # epochs of `pretrain_step` before the encoder begins
+    scheduled = []  # optimizers whose rates follow the recipe
 
     def __init__(self, criterion: nn.Module, view_options: dict | None = None):
         super().__init__()
         self.criterion = criterion
         self.view_options = view_options or {}
 
-    def embed_views(
-        self, encoder: Callable, generator: torch.Generator | None, *images: Tensor
-    ) -> tuple:
+    def embed_views(self, encoder: Callable, generator, *images: Tensor) -> tuple:
         """Embed a random view of every image in one pass → (B, D) for each batch of images."""
         views = torch.cat([view(x, generator, **self.view_options) for x in images])
-        z = encoder(views.contiguous(memory_format=torch.channels_last))[1]
-        return z.chunk(len(images))
+        return encoder(views.contiguous(memory_format=torch.channels_last))[1].chunk(len(images))
 
     def contrast(self, *z: Tensor, return_stats: bool = False, **options) -> tuple:
         """Compute the loss of embeddings → loss, statistics (empty without return_stats)."""
-        if self.group is not None:
-            options["group"] = self.group
-        result = self.criterion(*z, return_stats=return_stats, **options)
-        if return_stats:
-            return result
-        return result, {}
+        result = self.criterion(*z, group=self.group, return_stats=return_stats, **options)
+        return result if return_stats else (result, {})
 
-    def step(self, encoder: Callable, images: Tensor, index: Tensor, generator, **options) -> tuple:
-        """Compute the loss of a batch → loss, figures."""
+    def step(self, encoder: Callable, images: Tensor, index: Tensor, generator, descend, **options):
+        """Move the encoder once, by descend(loss) → figures to report. index (B,) has the places of
+        the images in the training set. options are return_stats, and those of the loss."""
         z, other = self.embed_views(encoder, generator, images, images)
-        return self.contrast(z, other, **options)
-
-    def after_step(self) -> dict | None:
-        """Update what the method owns, once the encoder has moved → figures or None."""
+        loss, figures = self.contrast(z, other, **options)
+        descend(loss)
+        return figures
 
 
 class Bank(SimCLR):
-    """Contrast one view of each image with the image's row of a memory bank.
-    The candidates are all other rows. images are the whole training set, as `embed` takes it.
-    momentum is that of the bank. The bank starts from embeddings by the given encoder. An untrained
-    encoder maps all images near one point, so the mean of these embeddings is subtracted. Ref: [4]
-    Eq. 1, with the bank in place of second views"""
+    """Contrast one view of each image with its row in a memory bank. Its negatives are other rows.
+    images are the whole training set, as `embed` takes it. Ref: [4] Eq. 1, without second views"""
 
-    def __init__(
-        self,
-        criterion: nn.Module,
-        encoder: nn.Module,
-        images: Tensor,
-        momentum: float = 0.5,
-        view_options: dict | None = None,
-    ):
+    def __init__(self, criterion, encoder, images: Tensor, momentum=0.5, view_options=None):
         super().__init__(criterion, view_options)
         z = embed(encoder, images)[1]
-        self.bank = MemoryBank(z - z.mean(0), momentum)
+        self.bank = MemoryBank(z - z.mean(0), momentum)  # untrained, all z are near one point
 
-    def step(self, encoder, images, index, generator, **options):
+    def step(self, encoder, images, index, generator, descend, **options):
         z = unit(self.embed_views(encoder, generator, images)[0])
-        self.seen = index, z.detach()  # for `after_step`
-        given = {"negatives": self.bank.rows, "positive_index": index, "normalize": False}
-        return self.contrast(z, **given, **options)
-
-    def after_step(self):
-        index, z = (gather(x, self.group) for x in self.seen)
-        self.bank.update(index, z)
+        options |= {"negatives": self.bank.rows, "positive_index": index, "normalize": False}
+        loss, figures = self.contrast(z, **options)
+        descend(loss)
+        self.bank.update(gather(index, self.group), gather(z.detach(), self.group))
+        return figures
 
 
 class DiffHard(SimCLR):
     """Play the min-max game, in which the encoder descends a loss and a generator ascends it.
-    A batch has real and generated images. The game takes its turn every few steps of the encoder.
-
-    criterion    Its objective has to be ppcl, unless the game makes no pairs.
-    game         A Game of the size of the images.
-
-    The figures are those of the loss. In a turn of the game those of `Game.imitate` are added.
+    The game makes images of the training set's size, and the objective is ppcl if it makes pairs.
     Ref: [3] Algorithm 1"""
 
-    def __init__(self, criterion: nn.Module, game: Game, view_options: dict | None = None):
+    def __init__(self, criterion, game: Game, view_options=None):
         super().__init__(criterion, view_options)
         objective = criterion.options["objective"]
         if game.pairs and objective != "ppcl":
-            raise InvalidArgument(
-                f"objective is {objective}, which does not use the generated pairs as positives. "
-                "Use ppcl, or a game without pairs."
-            )
-        self.game = game
-        self.pretrain = game.pretrain
+            raise InvalidArgument(f"objective is {objective}. For pairs it must be ppcl.")
+        self.game, self.pretrain = game, game.pretrain
         self.scheduled = [game.optimizers["ascent"]]
 
-    # What each kind of step does with the gradients of G, from left to right. Between the clearing
-    # at the end of `step` and ascent.step() in `after_step`, only the backward pass of the loop may
-    # reach G. Steps without a turn clear as well, though only a turn that ascends needs it.
-    # TestGame has all kinds, and begins with gradients that are not 0.
-    #     kind                   `step`       the loop                           `after_step`
-    #     without a turn         clears       nothing                            nothing
-    #     turn that ascends      clears       fills, by the encoder's loss       ascends; imitates
-    #     turn without ascent    clears       nothing                            imitates
-    #     the game alone         nothing      nothing                            imitates
-    # Before it imitates, `after_step` lets G_ema follow G, which changes no gradient.
-    # `imitate` clears the gradients of G, fills them with those of G's own loss, and descends.
-    # Numbers are drawn in this order, for latents, for views, and for latents of `imitate`.
-    def step(self, encoder, images, index, generator, return_stats=False, **options):
-        game = self.game.train()
-        real = _floats(images)
-        is_turn = encoder is None or game.taken % game.every == 0
-        ascends = is_turn and game.ascent and encoder is not None
-        self.turn = is_turn and (ascends, real, generator, return_stats)  # for `after_step`
-        if encoder is None:
-            return None, {}
+    def pretrain_step(self, images, generator, read):
+        """Let G and D take a step without the encoder → figures."""
+        self.game.train().follow()  # Eq. 7
+        return self.game.imitate(images, generator, read, self.group)  # Eq. 5
+
+    def step(self, encoder, images, index, generator, descend, return_stats=False, **options):
+        game, ascent = self.game.train(), self.game.optimizers["ascent"]
+        is_turn = game.taken % game.every == 0
+        ascends = is_turn and game.ascent
         game.taken += 1
-        # Step 1. A batch has real images and about as many generated ones, each in two views.
         with torch.set_grad_enabled(ascends):
             generated, pair = game.sample(len(images), generator)  # Eq. 6
-        batch = torch.cat([generated, real])  # (about 2B, 3, H, W)
+        batch = torch.cat([generated, _floats(images)])
         alone = len(pair) + torch.arange(len(images), device=pair.device)
-        labels = torch.cat([pair, alone])  # a generated pair shares one
-        if self.group is not None:  # other ranks have other pairs
-            labels = labels + len(labels) * distributed.get_rank(self.group)
-        options["labels"] = labels
+        options["labels"] = torch.cat([pair, alone]) + len(batch) * self.rank  # a pair shares one
         z, other = self.embed_views(encoder, generator, batch, batch)
-        # Step 2. The loop descends this loss to train the encoder. In a turn that ascends, its
-        # gradient reaches G, too.
-        loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 4, 8
-        game.optimizers["ascent"].zero_grad()  # so that G gets the gradient of this loss alone
-        return loss, figures
-
-    def after_step(self):
-        if not self.turn:
-            return None
-        # Step 3. In its turn the game moves.
-        ascends, real, generator, read = self.turn
+        loss, figures = self.contrast(z, other, return_stats=return_stats, **options)  # Eq. 8
+        ascent.zero_grad()
+        descend(loss)  # Eq. 4: if G ascends, its gradient is in this backward pass, too
         if ascends:
-            ascent = self.game.optimizers["ascent"]
-            # Average G's gradients over ranks, as those of the encoder are. `_over_ranks` gave the
-            # backward pass R times the loss of this rank, so the mean is that of the whole batch.
-            _average(_gradients(ascent), self.group)
-            ascent.step()  # Eq. 4
-            torch.clear_autocast_cache()
-        self.game.follow()  # Eq. 7
-        return self.game.imitate(real, generator, read, self.group)  # Eq. 5
+            _move(ascent, self.group)
+        return figures | (self.pretrain_step(images, generator, return_stats) if is_turn else {})
 
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
-    """Return a function to call in place of the encoder. It embeds about `micro_batch` samples at a
-    time, which saves memory. Its arguments, by position or by keyword, are tensors or dicts of
-    tensors, whose rows are samples. The samples are split evenly. BatchNorm may refuse one sample.
-    So if micro_batch is 2 or more, every part has at least two, unless the whole batch is one
-    sample. With 2 an odd batch has one part of three samples. With 1 every part is one sample,
-    which suits encoders without BatchNorm.
-    The backward pass embeds the samples again, with the same randomness. The gradient is exact. But
-    BatchNorm in training mode normalises each micro-batch by itself, and updates its statistics
-    twice. With DistributedDataParallel, do not pass a wrapped encoder. Write a module whose
-    forward calls the returned function, and wrap that module in DistributedDataParallel.
-    Ref: [11]"""
-    _check_number("micro_batch", micro_batch, 1)
+    """Return a function that embeds about `micro_batch` samples at a time, which saves memory.
+    Its arguments are tensors or dicts of tensors, whose rows are samples. The backward pass embeds
+    them again, with the same randomness. The gradient is exact, but BatchNorm sees one part at a
+    time. With DistributedDataParallel, wrap a module that calls this function. Ref: [11]"""
+    _check("micro_batch", micro_batch, 1)
 
     def in_parts(*inputs, **named):
-        # tree_flatten opens dicts, but not what a tokenizer returns
-        opened = tree_map(lambda x: dict(x) if isinstance(x, Mapping) else x, (inputs, named))
-        leaves, structure = tree_flatten(opened)
-        sizes = {len(x) for x in leaves if torch.is_tensor(x) and x.ndim > 0}
+        # what a tokenizer returns is a Mapping, but no dict
+        given = tree_map(lambda x: dict(x) if isinstance(x, Mapping) else x, (inputs, named))
+        leaves, structure = tree_flatten(given)
+        sizes = {len(x) for x in leaves if torch.is_tensor(x)}
         if len(sizes) != 1:
-            found = f"{sorted(sizes)} rows" if sizes else "no tensors"
-            raise InvalidArgument(f"All inputs must have equally many rows. They have {found}.")
-        n = sizes.pop()
-        # at most n / 2 parts, so that each has two samples, unless micro_batch is 1
+            raise InvalidArgument(f"All inputs must have equally many rows, not {sorted(sizes)}.")
+        n = sizes.pop()  # BatchNorm needs two samples in a part
         count = max(1, min(math.ceil(n / micro_batch), n // min(micro_batch, 2)))
-        columns = [  # for each input its parts
-            x.tensor_split(count) if torch.is_tensor(x) and x.ndim > 0 else [x] * count
-            for x in leaves
-        ]
+        columns = [x.tensor_split(count) if torch.is_tensor(x) else [x] * count for x in leaves]
         parts = []
-        for some in zip(*columns, strict=True):
-            few, keywords = tree_unflatten(some, structure)
+        for row in zip(*columns, strict=True):
+            few, keywords = tree_unflatten(row, structure)
             parts.append(checkpoint(encoder, *few, use_reentrant=False, **keywords))
         return tree_map(lambda *x: torch.cat(x) if torch.is_tensor(x[0]) else x[0], *parts)
 
@@ -2798,48 +1794,31 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
 
 
 def annealed_beta(progress: float, beta: float, changes: int = 5) -> float:
-    """Lower β over a run from β to β/ℓ, in ℓ stages of equal length.
-        β · (1 − ⌊ℓ · progress⌋ / ℓ)    with ℓ = changes, for a progress in [0, 1)
-
-    Hard negatives matter early in a run. Later many of the hardest ones have the anchor's class.
-    Ref: [1] App. C"""
+    """Lower β over a run, as later many of the hardest negatives have the anchor's class.
+    β · (1 − ⌊ℓ · progress⌋ / ℓ)    with ℓ = changes. Ref: [1] App. C"""
     return beta * (1 - int(changes * progress) / changes)
 
 
 def lead_in(progress: float, alpha: float, until: float = 0.5) -> float:
-    """Lower the share of candidates that `top` keeps from 1 to α, and reach α at progress `until`.
-        α^{min(1, progress / until)}    for a progress in [0, 1], and until > 0
-
-    Before training, the nearest candidates are those of a similar background and colour. They teach
-    little. So hardness rises here, while `annealed_beta` lowers it."""
+    """Lower the share that `top` keeps from 1 to α, as at first near candidates teach little.
+    α^{min(1, progress / until)}    for a progress in [0, 1)"""
     return alpha ** min(1.0, progress / until)
 
 
 def _warm_up_and_cosine(progress, step):
-    """Multiply a linear rise over a tenth of the run by a cosine from 1 to 0.
-    step is the progress that one step makes. Adding it keeps the first rate above 0."""
-    warm_up = min(10 * (progress + step), 1)
-    return warm_up * (1 + math.cos(math.pi * progress)) / 2
+    return min(10 * (progress + step), 1) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def _two_falls(progress, step):
-    """Lower the rate to a tenth after 160 of 200 epochs, to a hundredth after 190. Ref: [4] 5.1"""
-    return 0.1 ** ((progress >= 0.8) + (progress >= 0.95))
-
-
-# Each recipe has a row in RECIPES, with these four settings, and one in OPTIMIZERS.
 RECIPES = {
     "adamw": {"epochs": 16, "batch_size": 256, "lr": 8e-3, "weight_decay": 1e-4},
     "sgd": {"epochs": 200, "batch_size": 128, "lr": 0.03, "weight_decay": 5e-4},
     "adam": {"epochs": 400, "batch_size": 256, "lr": 1e-3, "weight_decay": 1e-6},
 }
-# recipe: two functions. The first one gets groups of parameters, lr and fused=, and makes the
-# optimizer. The second one gets the progress in [0, 1), and that of one step, and returns the
-# factor of lr.
-OPTIMIZERS = {
+SGD = functools.partial(torch.optim.SGD, momentum=0.9)
+OPTIMIZERS = {  # and factors of lr, from the progress in [0, 1) and that of one step
     "adamw": (torch.optim.AdamW, _warm_up_and_cosine),
-    "sgd": (functools.partial(torch.optim.SGD, momentum=0.9), _two_falls),
-    "adam": (torch.optim.Adam, lambda progress, step: 1.0),  # [1] App. C, [2] VII-A
+    "sgd": (SGD, lambda progress, _: 0.1 ** ((progress >= 0.8) + (progress >= 0.95))),  # [4] 5.1
+    "adam": (torch.optim.Adam, lambda progress, _: 1.0),  # [1] App. C, [2] VII-A
 }
 
 
@@ -2847,39 +1826,18 @@ class Training:
     """Train an Encoder: `for figures in Training(encoder, images, SimCLR(criterion)): ...`
 
     encoder        Its weights become float32, in place. torch.compile and DataParallel may wrap it.
-    images         uint8 (n, 3, H, W), on the encoder's device. To save memory of the device they
-                   may be on the CPU. You can also pass an object with len(images) and
-                   images.device, if images[index] is a tensor of the rows at an index (B,).
-    method         A SimCLR, Bank or DiffHard, or a method of your own.
-    recipe         A row of RECIPES.
-    schedules      Functions that give options of the loss from the progress in [0, 1), such as
-                   {"alpha": lambda p: lead_in(p, 0.1)}.
+    images         uint8 (n, 3, H, W), or an object with len(images), .device and images[index].
+    schedules      Options of the loss by the progress, as in {"alpha": lambda p: lead_in(p, 0.1)}.
     micro_batch    How many images the encoder takes at a time. By default it takes all.
-    bfloat16       Whether a step uses autocast to bfloat16. By default it does if torch says that
-                   the hardware computes in bfloat16. On a CPU torch 2.10 does not say it, so
-                   there the default is off.
-    seed           The seed of order, views and latents. The same seed repeats the run, on a GPU up
-                   to rounding. If the encoder draws numbers itself, as in dropout, seed torch, too.
-    group          A process group of torch.distributed, whose ranks share each batch. All ranks
-                   have the same images, and encoders and methods with the same weights. Training
-                   keeps these weights equal. If ranks divide each batch evenly, any number of them
-                   makes the same run up to rounding. But three things differ. First, BatchNorm can
-                   see other images. On a CPU it sees the images of its own rank alone, and with
-                   micro_batch one part of these. On a GPU it becomes SyncBatchNorm, which sees the
-                   images of all ranks. With micro_batch it sees a part of these images at a time.
-                   Second, an encoder that draws numbers itself, as in dropout, draws others. Third,
-                   DiffHard differs if the share of a rank is odd, or if ranks do not divide the
-                   batch of the game. If ranks cannot share evenly, a batch can have a few images
-                   more or fewer than in one process. An epoch then leaves out up to ranks − 1
-                   images, other ones each time.
-    settings       epochs, batch_size, lr, weight_decay. They replace those of the recipe. Batches
-                   are of nearly one size, about batch_size images.
+    bfloat16       Whether to use autocast. By default if torch says that the hardware has it.
+    seed           The seed of order, views and latents. It repeats the run.
+    group          Ranks of torch.distributed that share each batch. All begin with equal encoders
+                   and methods, and stay equal. On a GPU BatchNorm becomes SyncBatchNorm.
+    settings       epochs, batch_size (at most, of all ranks), lr, weight_decay.
 
-    Each step yields a dict of "epoch", "step", "steps", "loss", the number of "images", the
-    scheduled options, and figures of the method. Every tenth of an epoch it has the statistics of
-    the loss, too. Epochs below 0 are the pre-training of the method, and have no "loss" and no
-    scheduled options. A loss that is not finite raises FloatingPointError, but on a GPU only in
-    steps with statistics."""
+    Each step yields a dict of "epoch", below 0 in the pre-training, "step", "steps", "images",
+    "loss", scheduled options, and figures of the method. Every tenth of an epoch they include
+    statistics. A loss that is not finite raises FloatingPointError, on a GPU only then."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state
 
@@ -2888,129 +1846,95 @@ class Training:
         encoder: nn.Module,
         images: Tensor,
         method: SimCLR,
-        recipe: str = "adamw",
-        schedules: dict | None = None,
-        micro_batch: int | None = None,
-        bfloat16: bool | None = None,
-        seed: int = 0,
-        group: distributed.ProcessGroup | None = None,
-        **settings: float,
+        recipe="adamw",
+        schedules=None,
+        micro_batch=None,
+        bfloat16=None,
+        seed=0,
+        group=None,
+        **settings,
     ):
-        _require(recipe in RECIPES, "recipe", recipe, f"one of {', '.join(RECIPES)}")
-        self.recipe = RECIPES[recipe] | settings
-        unknown = settings.keys() - RECIPES[recipe]
-        if unknown:
-            known = ", ".join(RECIPES[recipe])
-            raise InvalidArgument(f"There is no setting {unknown.pop()}. Settings are {known}.")
-        # DistributedDataParallel mixes gradients up if the memory format changes after it is made
-        _require(
-            not hasattr(encoder, "reducer"),
-            "encoder",
-            "a DistributedDataParallel",
-            "the module that it wraps",
-        )
+        _check("recipe", recipe, RECIPES)
+        for name in settings:
+            _check("a setting", name, RECIPES[recipe])
+        self.recipe = settings = RECIPES[recipe] | settings
+        is_ddp = hasattr(encoder, "reducer")
+        _require(not is_ddp, "encoder", "a DistributedDataParallel", "the module that it wraps")
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
         self.method = method.to(self.device)
-        self.group = method.group = group
-        self.rank, self.ranks = 0, 1
-        if group is not None:
-            self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
-            if self.device.type != "cpu":
-                # in place, with the same parameters, so that optimizers stay valid
-                nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder, group)
-                nn.SyncBatchNorm.convert_sync_batchnorm(self.method, group)
-        self.images, self.schedules = images, schedules or {}
-        self.micro_batch, self.seed = micro_batch, seed
+        self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
+        if group and self.device.type != "cpu":
+            nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder, group)  # in place
+        self.group, method.group, method.rank = group, group, self.rank
+        self.images, self.micro_batch, self.seed = images, micro_batch, seed
+        self.schedules = schedules or {}
         self.bfloat16 = _has_bfloat16(self.device) if bfloat16 is None else bfloat16
         least = 2 * self.ranks  # BatchNorm may refuse one image on a rank
-        _check_number("len(images)", len(images), least)
-        _check_number("epochs", self.recipe["epochs"], 1)
-        _check_number("batch_size", self.recipe["batch_size"], least)
-        _check_number("lr", self.recipe["lr"], 1e-12, 1e6)
-        batches = math.ceil(len(images) / self.recipe["batch_size"])
-        self.steps_per_epoch = min(batches, len(images) // least)
-        self.epochs = self.recipe["epochs"]
+        _check("len(images)", len(images), least)
+        for name, allowed in {"epochs": 1, "batch_size": least, "lr": [1e-12, 1e6]}.items():
+            _check(name, settings[name], allowed)
+        batches = math.ceil(len(images) / settings["batch_size"])
+        self.epochs, self.steps_per_epoch = settings["epochs"], min(batches, len(images) // least)
         self.steps = (method.pretrain + self.epochs) * self.steps_per_epoch
         self.epoch, self.step_in_epoch = -method.pretrain, 0  # of the next step
         groups = [
-            {"params": encoder.parameters(), "weight_decay": self.recipe["weight_decay"]},
+            {"params": encoder.parameters(), "weight_decay": settings["weight_decay"]},
             {"params": method.criterion.parameters(), "weight_decay": 0},
         ]
-        fused = self.device.type != "cpu"  # one kernel updates all parameters
         optimizer, self.rate = OPTIMIZERS[recipe]
-        self.optimizer = optimizer(groups, self.recipe["lr"], fused=fused)
+        self.optimizer = optimizer(groups, settings["lr"], fused=self.device.type != "cpu")
 
     def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
-            seed = self.seed * 100_003 + self.epoch
-            order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(seed))
-            shared = len(order) // self.ranks * self.ranks
-            # Images are dealt out to ranks, as `_drawn` deals out random numbers. If the order is
-            # 5 3 0 4 1 2, the three batches of one process are 5 3, 0 4 and 1 2. Of two ranks one
-            # has 5, 0 and 1, and the other 3, 4 and 2. If you change this slice, change the slice
-            # in `_drawn` in the same way.
-            order = order[self.rank : shared : self.ranks].to(self.images.device)
-            for index in order.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
-                # position is below 0 while the method trains alone. `_step` makes a seed of it, and
-                # torch allows seeds below 0.
+            shuffle = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch)
+            order = torch.randperm(len(self.images), generator=shuffle).to(self.images.device)
+            own = order[self.rank : len(order) // self.ranks * self.ranks : self.ranks]
+            for index in own.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch
                 step = self.method.pretrain * self.steps_per_epoch + position + 1
                 place = {"epoch": self.epoch, "step": step, "steps": self.steps}
                 try:
-                    figures = self._step(index, position)
+                    figures = self._step(index, position) | place
                 except FloatingPointError as error:
-                    raise FloatingPointError(
-                        f"Training stopped at step {step} of {self.steps}. {error} "
-                        "A lower lr may help."
-                    ) from error
-                # Move on after `_step`, which reads the old numbers. Move on before the yield, so
-                # that the caller may then save the new ones.
+                    where = f"Training stopped at step {step} of {self.steps}."
+                    raise FloatingPointError(f"{where} {error} A lower lr may help.") from error
                 self.epoch, self.step_in_epoch = divmod(position + 1, self.steps_per_epoch)
-                yield figures | place
+                yield figures
 
     def _step(self, index, position):
         encoder_steps = self.epochs * self.steps_per_epoch
-        progress = max(0, position) / encoder_steps  # positions below 0 are in the pre-training
+        progress = max(0, position) / encoder_steps
         rate = self.rate(progress, 1 / encoder_steps)
         for optimizer in [self.optimizer] + self.method.scheduled:
-            for group in optimizer.param_groups:
-                # kept in the group, so that it is saved with the optimizer
-                group.setdefault("initial_lr", group["lr"])
-                group["lr"] = group["initial_lr"] * rate
+            for row in optimizer.param_groups:
+                row["lr"] = row.setdefault("initial_lr", row["lr"]) * rate
         options = {name: schedule(progress) for name, schedule in self.schedules.items()}
-        # Every tenth of an epoch figures are computed, and on a GPU losses are checked, too.
-        read = 10 * self.step_in_epoch % self.steps_per_epoch < 10
-        images = self.images[index]
-        if self.device.type == "cuda" and images.device.type == "cpu":
-            images = images.pin_memory()  # so the host does not wait for the copy
-        images = images.to(self.device, non_blocking=True)
-        index = index.to(self.device, non_blocking=True)
-        encoder = None
-        if self.epoch >= 0:
-            encoder = self.encoder.train()
-            if self.micro_batch is not None:
-                encoder = in_micro_batches(encoder, self.micro_batch)
-        # Each step has a seed of its own, so that a resumed run repeats the step.
-        generator = _OfRank(self.device).manual_seed(self.seed * 10**9 + position)
-        generator.rank, generator.ranks = self.rank, self.ranks
+        read = 10 * self.step_in_epoch % self.steps_per_epoch < 10  # every tenth of an epoch
+        batch = self.images[index], index
+        images, index = (x.to(self.device, non_blocking=True) for x in batch)
+        seed = (self.seed + 1000 * self.rank) * 10**9 + position  # of each rank and step its own
+        generator = torch.Generator(self.device).manual_seed(seed)
+        figures = {}
+
+        def descend(loss):
+            _descend(loss, self.optimizer, "encoder", read, self.group)
+            _average([x for x in self.encoder.buffers() if x.is_floating_point()], self.group)
+            figures["loss"] = loss.detach()
+
+        encoder = self.encoder.train()
+        if self.micro_batch is not None:
+            encoder = in_micro_batches(encoder, self.micro_batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-            loss, figures = self.method.step(
-                encoder, images, index, generator, return_stats=read, **options
-            )
-            if encoder is not None:
-                # DiffHard relies on the backward pass being here, between `step` and `after_step`
-                _descend(loss, self.optimizer, "encoder", read, self.group)
-                figures = {"loss": loss.detach()} | figures | options
-            figures |= self.method.after_step() or {}
-            if self.group is not None:  # so that after each step all ranks have the same state
-                for network in (self.encoder, self.method):
-                    _average(_running(network), self.group)
+            if self.epoch < 0:
+                figures |= self.method.pretrain_step(images, generator, read)
+            else:
+                given = encoder, images, index, generator, descend
+                figures |= self.method.step(*given, return_stats=read, **options) | options
         return figures | {"images": len(index) * self.ranks}
 
     def state_dict(self) -> dict:
-        """Return all that a run needs to resume, by a Training made with the same arguments.
-        Its tensors are not copies, so the next step changes them. Save or deepcopy them before."""
+        """Return what a Training of the same arguments needs to resume. Save it at once."""
         parts = {name: getattr(self, name).state_dict() for name in self.parts}
         return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
@@ -3021,8 +1945,6 @@ class Training:
 
 
 def _has_bfloat16(device):
-    """Whether the hardware computes in bfloat16. Emulating that would be slow."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)  # torch 2.10 does not have it
-    return capabilities().get("avx512_bf16", False)
+    return getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16", False)

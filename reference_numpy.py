@@ -1,30 +1,25 @@
 """Hard-negative contrastive learning, formula by formula, in plain float64 NumPy.
 
-This file states slowly what the papers state. Each sum sign is one loop or one sum(). So you can
-compare each line with the equation in its docstring. The tests compare `hardneg.py` with this file,
-in value and in gradient. The two files share no code.
+Each sum sign of the papers is one loop or one sum(), so you can compare each line with its
+equation. The tests compare `hardneg.py` with this file, in value and gradient.
 
-    symbol     name here     shape   meaning
-    s_ij       neg, logits   (A, N)  cosine of anchor i and candidate j, over t; −∞ if j is not a
-                                     negative of i
-    p_im       pos           (A, M)  cosine of anchor i and its positive m, over t; −∞ if i has
-                                     fewer positives
-    log w_ij   log_w         (A, N)  log importance weight of a candidate; −∞ if it does not count
-    log w⁺_im  log_w_pos     (A, M)  log importance weight of a positive
-    N_i, M_i                         number of finite entries in row i
-    t, τ       temperature           a logit is cos/t, as in [4] and the code of [1]; the text of
-                                     [1] has rows of length 1/t, so its logit is cos/t²
-    τ⁺         tau_plus              probability that a candidate has the anchor's class; a number
-                                     for all anchors, or one for each
-    β, α       beta, alpha           concentration of `tilted`; share of the candidates `top` keeps
-    ε          epsilon               entropic regularisation of `transported`, in units of its cost
-    η          margin                margin of the triplet loss
-    f, v, z    x, y, v, z    (n, D)  embeddings
+    symbol    name here      meaning
+    s_j       neg            logits of an anchor's candidates: their cosines with the anchor, over t
+    p_m       pos            logits of its positives
+    w_j       log_w          log importance weights of its candidates, −∞ if one does not count
+    w⁺_m      log_w_pos      log importance weights of its positives
+    N, M                     how many candidates and positives it has
+    t, τ      temperature    a logit is cos/t, as in [4] and the code of [1]; the text of [1] has
+                             rows of length 1/t, so its logit is cos/t²
+    τ⁺        tau_plus       probability that a candidate has the anchor's class
+    β, α      beta, alpha    concentration of `tilted`; share of the candidates that `top` keeps
+    ε         epsilon        entropic regularisation of `transported`, in units of its cost
+    η         margin         margin of the triplet loss
+    f, v, z   x, y, v, z     embeddings (n, D)
 
-Gradients are complex steps. The formula ∂f/∂x_k = Im f(x + i h e_k) / h has no subtraction, so at
-h = 1e-30 it is exact up to rounding. It needs losses that take complex numbers and are analytic in
-them. So the code compares real parts, and it uses neither a conjugate nor a modulus. A weight that
-loses its imaginary part is detached, because no gradient flows through it.
+Gradients are complex steps, Im f(x + i h e_k) / h. Nothing is subtracted, so at h = 1e-30 they are
+exact up to rounding. Losses have to be analytic. So the code compares real parts, and it has
+neither a conjugate nor a modulus. A weight without its imaginary part is detached.
 
 References
     [1] Robinson, Chuang, Sra, Jegelka. Contrastive Learning with Hard Negative Samples. 2010.04592
@@ -36,6 +31,7 @@ References
 """
 
 import cmath
+import inspect
 import math
 from fractions import Fraction
 
@@ -51,7 +47,7 @@ def _double(x):
 
 
 def _lists(x):
-    """Return x as nested lists. Python's doubles are as exact as NumPy's, and faster in loops."""
+    """Return x as nested lists, which are faster in loops."""
     return _double(x).tolist()
 
 
@@ -63,18 +59,18 @@ def _log(z):
     return cmath.log(z) if isinstance(z, complex) else math.log(z)
 
 
-def _finite(*rows):
+def _places(*rows):
     """Return the places j at which every row is above −∞."""
     return [j for j in range(len(rows[0])) if all(row[j].real > -INF for row in rows)]
 
 
-def _together(*arrays):
-    """Return an iterator over the rows of several arrays, in lists."""
-    return zip(*map(_lists, arrays), strict=True)
+def _finite(row):
+    """Return the values above −∞."""
+    return [v for v in row if v.real > -INF]
 
 
 def _largest(values):
-    """Return the value with the largest real part, or −∞ if there is no value."""
+    """Return the value with the largest real part, or −∞ if there is none."""
     return max(values, key=lambda v: v.real, default=-INF)
 
 
@@ -98,54 +94,58 @@ def _log_sum_exp(values):
     shift = _largest(values).real
     if shift == -INF:
         return -INF
-    # e^v may overflow, so the largest v is subtracted first and added again at the end.
+    # e^v may overflow, so the largest v is subtracted first
     total = sum(_exp(v - shift) for v in values if v.real > -INF)
     return shift + _log(total)
 
 
-# ---- 1. Weights: logits (A, N) → log weights (A, N), −∞ where the logits are ---------------------
-def _by_row(rule, logits):
-    """Apply a rule to each row. A rule takes the finite logits and returns their log weights."""
-    logits = _double(logits)
-    out = np.full_like(logits, -INF)
-    for i, row in enumerate(logits.tolist()):
-        places = _finite(row)
-        if places:
-            out[i, places] = rule([row[j] for j in places])
-    return out
+def _log_mean_exp(values):
+    """Return log (1/n) Σ e^v, or −∞ if there is no value."""
+    return _log_sum_exp(values) - math.log(max(1, len(values)))
 
 
-def _mean_one(scores):
-    """Return the logs of the weights e^score / ((1/N) Σ e^score), whose mean is 1."""
-    log_mean = _log_sum_exp(scores) - math.log(len(scores))
-    return [score - log_mean for score in scores]
+def _weighted_mean(values, log_w):
+    """Return Σ w v / Σ w, or 0 if there is no value."""
+    shift = _largest(log_w).real  # as in _log_sum_exp
+    w = [_exp(v - shift) for v in log_w]
+    return _product(w, values) / sum(w) if w else 0.0
 
 
+def _takes(function):
+    """Return the parameters of a function by name."""
+    return inspect.signature(function).parameters
+
+
+def _fill_in(function, known):
+    """Call a function with what its parameters name."""
+    return function(**{name: known[name] for name in _takes(function) if name in known})
+
+
+# ---- 1. Weights: logits of one anchor → log weights, −∞ for what does not count ------------------
+#    A rule weighs logits, of the candidates or of positives. A positive weighs what a candidate at
+#    its logit would weigh. What has a default is an option.
 def uniform(logits):
-    """Count every candidate the same, log w_ij = 0. Ref: [4] Eq. 1; [1] at β = 0"""
-    return np.where(np.real(logits) > -INF, 0.0, -INF)
+    """Count every candidate the same, log w_j = 0. Ref: [4] Eq. 1; [1] at β = 0"""
+    return [0.0 for _ in logits]
 
 
-def tilted(logits, beta=0.5):
+def tilted(logits, candidates, beta=0.5):
     """Count near candidates more.
 
-        w_ij = e^{β s_ij} / ((1/N_i) Σ_k e^{β s_ik})
+        w_j = e^{β s_j} / ((1/N) Σ_k e^{β s_k})
 
     Ref: [1] Eq. 2"""
-    return _by_row(lambda s: _mean_one([beta * v for v in s]), logits)
+    log_partition = _log_mean_exp([beta * s for s in candidates])
+    return [beta * v - log_partition for v in logits]
 
 
-def hardest(logits):
-    """Count the nearest candidate alone. Its weight is N_i, and all others are 0.
-    If several are nearest, they share N_i. This is the limit β → ∞ of `tilted`.
+def hardest(logits, candidates):
+    """Count the nearest candidate alone. Its weight is N, and all others are 0.
+    If several are nearest, they share N. It is the limit β → ∞ of `tilted`.
     Ref: [1] Prop. 1; [4] Eq. 6"""
-
-    def rule(s):
-        nearest = _largest(s).real
-        ties = sum(v.real == nearest for v in s)
-        return [math.log(len(s) / ties) if v.real == nearest else -INF for v in s]
-
-    return _by_row(rule, logits)
+    nearest = _largest(candidates).real
+    ties = sum(s.real == nearest for s in candidates)
+    return [math.log(len(candidates) / ties) if v.real >= nearest else -INF for v in logits]
 
 
 def _quantile(values, alpha):
@@ -156,16 +156,12 @@ def _quantile(values, alpha):
     return sorted((v.real for v in values), reverse=True)[kept - 1]
 
 
-def top(logits, alpha=0.3):
-    """Count the upper α quantile alone. A weight is 1 if s_ij ≥ s_α, and 0 if not.
-    The threshold s_α is the ⌈α N_i⌉-th largest logit, so at least one candidate counts. α is first
-    rounded to a fraction with a denominator of at most 10⁶. Ref: [4] Eq. 8, 9"""
-
-    def rule(s):
-        threshold = _quantile(s, alpha)
-        return [0.0 if v.real >= threshold else -INF for v in s]
-
-    return _by_row(rule, logits)
+def top(logits, candidates, alpha=0.3):
+    """Count the upper α quantile alone. A weight is 1 if s_j ≥ s_α, and 0 if not.
+    The threshold s_α is the ⌈α N⌉-th largest logit. α is first rounded to a fraction with a
+    denominator of at most 10⁶. Ref: [4] Eq. 8, 9"""
+    threshold = _quantile(candidates, alpha)
+    return [0.0 if v.real >= threshold else -INF for v in logits]
 
 
 def ground_cost(cosines, cost="sqeuclidean"):
@@ -173,26 +169,20 @@ def ground_cost(cosines, cost="sqeuclidean"):
 
         "sqeuclidean"  ½‖x − y‖² = 1 − x·y        "exp"  exp(‖x − y‖²)
 
-    In [2] the second one is exp(‖x − y‖² − κ), where κ only rescales ε. For the coupling of [2] at
-    κ and ε, take ε e^κ here. Ref: [2] Eq. 5 and VII-C"""
+    [2] prints exp(‖x − y‖² − κ), which is the same at ε e^κ. Ref: [2] Eq. 5 and VII-C"""
     costs = {"sqeuclidean": 1 - cosines, "exp": np.exp(2 - 2 * cosines)}
     return costs[cost]
 
 
-def _log_kernel(logits, epsilon, cost, temperature):
-    """Return −C/ε, where the cosine is temperature · logit. A masked entry has the cost +∞."""
-    return _by_row(lambda s: [-ground_cost(temperature * v, cost) / epsilon for v in s], logits)
-
-
-def transported(logits, epsilon=0.2, cost="sqeuclidean", temperature=1.0):
+def transported(logits, f, g, temperature, epsilon=0.2, cost="sqeuclidean"):
     """Count candidates by the entropic coupling P* with the cost C(cos)/ε.
 
-        w_ij = N_i P*_ij / Σ_k P*_ik
+        w_ij = N_i P*_ij / Σ_k P*_ik = e^{f_i − C_ij/ε + g_j}
 
+    f is the anchor's, and g has a value for each logit. A positive has no marginal, so its g is 0.
     Ref: [2] Eq. 5, 8, Lemma 3"""
-    log_kernel = _log_kernel(logits, epsilon, cost, temperature)
-    _, g = sinkhorn(log_kernel)
-    return _by_row(_mean_one, log_kernel + g[None, :])  # e^{f_i} cancels in P_ij / Σ_k P_ik
+    costs = [ground_cost(temperature * v, cost) for v in logits]
+    return [f - c / epsilon + g_j for c, g_j in zip(costs, g, strict=True)]
 
 
 def sinkhorn(log_kernel, max_steps=100000):
@@ -201,9 +191,9 @@ def sinkhorn(log_kernel, max_steps=100000):
 
         f_i = log a_i − log Σ_j e^{K_ij + g_j}          g_j = log b_j − log Σ_i e^{K_ij + f_i}
 
-    The marginal a is uniform over the rows that have a finite entry, and b over such columns. All
-    other rows and columns have no mass. If K is −C/ε, then P minimises [2] Eq. 5. The loop ends
-    when f stands still up to rounding. It takes very long if no coupling uses all finite entries.
+    The marginal a is uniform over the rows that have a finite entry, and b over such columns. The
+    others have no mass. If K is −C/ε, then P minimises [2] Eq. 5. The loop ends when f stands still
+    up to rounding, which takes very long if no coupling uses all finite entries.
     Ref: [2] Eq. 5, 6, Lemma 3; Eq. 7 omits e^{g_j}"""
     log_kernel = _double(log_kernel)
     allowed = log_kernel.real > -INF
@@ -232,126 +222,115 @@ def sinkhorn(log_kernel, max_steps=100000):
     return plan, g_all
 
 
-def weigh_alike(weights, pos, neg, beta=0.5, alpha=0.3, coupling=None):
-    """Weigh each positive as a candidate with the same logit would be → log w⁺ (A, M).
-    weights is the name of a rule or a function. `tilted` has e^{β p_im} / Z_β, where Z_β is the
-    mean over the candidates. `top` and `hardest` compare with the candidates' threshold.
-    `transported` has e^{−C/ε} up to a factor, since positives have no marginal. Its options are in
-    coupling."""
-    if callable(weights):
-        return np.where(np.real(pos) > -INF, weights(pos), -INF)
-    if weights == "transported":
-        return _log_kernel(pos, **coupling)
-    out = np.full_like(_double(pos), -INF)
-    for i, (p, s) in enumerate(_together(pos, neg)):
-        s = [s[j] for j in _finite(s)]
-        for m in _finite(p) if s else []:  # without candidates there is nothing to weigh
-            out[i, m] = 0.0
-            if weights == "tilted":
-                log_partition = _log_sum_exp([beta * v for v in s]) - math.log(len(s))
-                out[i, m] = beta * p[m] - log_partition
-            if weights == "top" and p[m].real < _quantile(s, alpha):
-                out[i, m] = -INF
-            if weights == "hardest":
-                nearest = _largest(s).real
-                heaviest = math.log(len(s) / sum(v.real == nearest for v in s))
-                out[i, m] = heaviest if p[m].real >= nearest else -INF
-    return out
+def own_rule(logits, weights):
+    """Weigh by a function of an array."""
+    return weights(np.array(logits))
 
 
-# ---- 2. Objectives: pos (A, M), neg (A, N), log w (A, N) → losses (A,) ---------------------------
-#    The first four and published act on logits. simple and triplet act on cosines.
-#    **debiasing holds the arguments of published after log_w. In formulas, published_i is the
-#    value of published for anchor i.
-def nce(pos, neg, log_w, **debiasing):
-    """Compute −log( Σ_m e^{p_im} / (Σ_m e^{p_im} + e^{published_i}) ), 0 without candidates.
+RULES = {
+    "uniform": uniform,
+    "tilted": tilted,
+    "hardest": hardest,
+    "top": top,
+    "transported": transported,
+}
+
+
+def weigh(weights, pos, neg, temperature=1.0, **options):
+    """Weigh candidates (A, N) and positives, a list for each anchor, by a rule → log w, log w⁺.
+    weights is the name of the rule or a function. Who is no negative of i has −∞ in neg and in log
+    w. Without candidates positives have −∞, too."""
+    rule = own_rule if callable(weights) else RULES[weights]
+    options |= {"weights": weights, "temperature": temperature}
+
+    def by_row(rows, f, g):
+        found = []
+        for i, row in enumerate(rows):
+            places, out = _places(row), [-INF] * len(row)
+            known = {"logits": [row[j] for j in places], "candidates": _finite(neg[i])}
+            known |= {"f": f[i], "g": [g[j] for j in places]}
+            if places and known["candidates"]:
+                log_w = _fill_in(rule, options | known)
+                for j, value in zip(places, log_w, strict=True):
+                    out[j] = value
+            found.append(out)
+        return found
+
+    zeros = [0.0] * max(map(len, [*pos, *neg]))
+    f, g = [0.0] * len(neg), zeros
+    if "g" in _takes(rule):
+        log_kernel = _double(by_row(neg, f, zeros))
+        g = sinkhorn(log_kernel)[1].tolist()
+        f = [-_log_mean_exp(_finite(row)) for row in (log_kernel + g).tolist()]
+    return by_row(neg, f, g), by_row(pos, f, zeros)
+
+
+# ---- 2. Objectives: pos, neg, log w of one anchor → its loss -------------------------------------
+#    neg has the candidates that count. log_negatives is log N̂, of `published`.
+def nce(pos, log_negatives):
+    """Compute −log( Σ_m e^{p_m} / (Σ_m e^{p_m} + N̂) ), 0 without candidates.
     Positives are added up inside the logarithm, as in Fig. 5. `each` averages outside.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8; [4] Eq. 1 (uniform weights) and 9 (`top`)"""
-    negative = published(pos, neg, log_w, **debiasing)
-    losses = []
-    for n, p in _together(negative, pos):
-        losses.append(_log_sum_exp(p + [n]) - _log_sum_exp(p))
-    return np.array(losses)
+    return _log_sum_exp(pos + [log_negatives]) - _log_sum_exp(pos)
 
 
-def each(pos, neg, log_w, **debiasing):
-    """Compute −(1/M_i) Σ_m log( e^{p_im} / (e^{p_im} + e^{published_i}) ). Ref: [1] Eq. 2"""
-    negative = published(pos, neg, log_w, **debiasing)
-    losses = []
-    for n, p in _together(negative, pos):
-        losses.append(_mean([_log_sum_exp([p[m], n]) - p[m] for m in _finite(p)]))
-    return np.array(losses)
+def each(pos, log_negatives):
+    """Compute −(1/M) Σ_m log( e^{p_m} / (e^{p_m} + N̂) ). Ref: [1] Eq. 2"""
+    return _mean([_log_sum_exp([p, log_negatives]) - p for p in pos])
 
 
-def ppcl(pos, neg, log_w, **debiasing):
-    """Compute −(1/M_i) Σ_m log( e^{p_im} / (Σ_m' e^{p_im'} + e^{published_i}) ). Ref: [3] Eq. 8"""
-    negative = published(pos, neg, log_w, **debiasing)
-    losses = []
-    for n, p in _together(negative, pos):
-        log_denominator = _log_sum_exp(p + [n])
-        losses.append(_mean([log_denominator - p[m] for m in _finite(p)]))
-    return np.array(losses)
+def ppcl(pos, log_negatives):
+    """Compute −(1/M) Σ_m log( e^{p_m} / (Σ_l e^{p_l} + N̂) ). Ref: [3] Eq. 8"""
+    log_denominator = _log_sum_exp(pos + [log_negatives])
+    return _mean([log_denominator - p for p in pos])
 
 
-def decoupled(pos, neg, log_w, **debiasing):
-    """Compute −log( Σ_m e^{p_im} / e^{published_i} ), 0 without candidates.
+def decoupled(pos, log_negatives):
+    """Compute −log( Σ_m e^{p_m} / N̂ ), 0 without candidates.
     Unlike `nce` it has no positives in the denominator. Ref: [12] Eq. 6"""
-    negative = published(pos, neg, log_w, **debiasing)
-    losses = []
-    for n, p in _together(negative, pos):
-        losses.append(n - _log_sum_exp(p) if n.real > -INF else 0.0)
-    return np.array(losses)
+    return log_negatives - _log_sum_exp(pos) if log_negatives.real > -INF else 0.0
 
 
-def _weighted_mean(values, log_w):
-    """Return Σ w v / Σ w, or 0 if there is no value."""
-    shift = _largest(log_w).real  # as in _log_sum_exp
-    w = [_exp(v - shift) for v in log_w]
-    return _product(w, values) / sum(w) if w else 0.0
-
-
-def simple(pos, neg, log_w):
-    """Compute −(1/M_i) Σ_m p_im + Σ_j w_ij s_ij / Σ_j w_ij on cosines.
+def simple(pos, neg, log_w, temperature):
+    """Compute −(1/M) Σ_m cos_m + Σ_j w_j cos_j / Σ_j w_j, where cos is t s.
     Without candidates the second term is 0. Ref: [4] Eq. 3 with λ = 1/N; [2] Eq. 9 (BCL)"""
-    losses = []
-    for p, s, w in _together(pos, neg, log_w):
-        places = _finite(s, w)
-        attraction = _mean([p[m] for m in _finite(p)])
-        repulsion = _weighted_mean([s[j] for j in places], [w[j] for j in places])
-        losses.append(-attraction + repulsion)
-    return np.array(losses)
+    return temperature * (-_mean(pos) + _weighted_mean(neg, log_w))
 
 
-def triplet(pos, neg, log_w, margin=0.0):
-    """Compute (1/M_i) Σ_m Σ_j w_ij max(0, 2 (s_ij − p_im) + η) / Σ_j w_ij on cosines.
-    It is 0 without candidates. On the unit sphere 2 (s − p) = ‖x − x⁺‖² − ‖x − x⁻‖². Ref: [2] IV"""
-    losses = []
-    for p, s, w in _together(pos, neg, log_w):
-        places = _finite(s, w)
-        means = []
-        for m in _finite(p):
-            hinges = [_hinge(2 * (s[j] - p[m]) + margin) for j in places]
-            means.append(_weighted_mean(hinges, [w[j] for j in places]))
-        losses.append(_mean(means))
-    return np.array(losses)
+def triplet(pos, neg, log_w, temperature, margin=0.0):
+    """Compute (1/M) Σ_m Σ_j w_j max(0, 2 (cos_j − cos_m) + η) / Σ_j w_j, 0 without candidates.
+    On the unit sphere 2 (cos_j − cos_m) = ‖x − x_m‖² − ‖x − x_j‖². Ref: [2] IV"""
+    means = []
+    for p in pos:
+        hinges = [_hinge(2 * temperature * (s - p) + margin) for s in neg]
+        means.append(_weighted_mean(hinges, log_w))
+    return _mean(means)
 
 
-def _published_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
-    """Return `published` of one anchor, and whether the floor binds."""
-    places = _finite(neg, log_w)
-    if not places:
+def published(pos, neg, log_w, log_w_pos, tau_plus, temperature):
+    """Compute the log of the debiased sum over negatives, −∞ without candidates, and whether the
+    floor binds.
+
+        log max( (Σ_j w_j e^{s_j} − W τ⁺ E⁺) / (1 − τ⁺), W e^{−1/t} )
+        E⁺ = Σ_m w⁺_m e^{p_m} / Σ_m w⁺_m        W = Σ_j w_j
+
+    E⁺ is the plain mean if all w⁺_m are 0. W stands for the Q of [1], and is N for weights of mean
+    1. For uniform weights alone W τ⁺ E⁺ is the expected sum over false negatives. Fig. 5 prints the
+    floor without W, but e^{−1/t} bounds a mean of e^{cos/t}, not a sum. At τ⁺ = 0 there is no
+    floor. Ref: [1] Eq. 2, Fig. 5"""
+    if not neg:
         return -INF, False
-    terms = [neg[j] + log_w[j] for j in places]
+    terms = [s + w for s, w in zip(neg, log_w, strict=True)]
     if tau_plus == 0:
         return _log_sum_exp(terms), False
-    positives = _finite(pos, log_w_pos)
-    if not positives:  # if no positive has a weight, all count the same
-        positives, log_w_pos = _finite(pos), [0.0] * len(pos)
-    shift = _largest(terms + [pos[m] for m in positives]).real  # as in _log_sum_exp
+    places = _places(log_w_pos)
+    if not places:  # if no positive has a weight, all count the same
+        places, log_w_pos = _places(pos), [0.0] * len(pos)
+    shift = _largest(terms + [pos[m] for m in places]).real  # as in _log_sum_exp
     weighted = sum(_exp(term - shift) for term in terms)
-    total = sum(_exp(log_w[j]) for j in places)
-    own_class = [_exp(pos[m] - shift) for m in positives]
-    expectation = _weighted_mean(own_class, [log_w_pos[m] for m in positives])
+    total = sum(_exp(w) for w in log_w)
+    own_class = [_exp(pos[m] - shift) for m in places]
+    expectation = _weighted_mean(own_class, [log_w_pos[m] for m in places])
     value = (weighted - total * tau_plus * expectation) / (1 - tau_plus)
     floor = total * _exp(-1 / temperature - shift)  # this floor is in the paper
     if value.real > floor.real:
@@ -359,22 +338,14 @@ def _published_row(pos, neg, log_w, log_w_pos, tau_plus, temperature):
     return _log(total) - 1 / temperature, True  # this is log floor, but floor may underflow
 
 
-def published(pos, neg, log_w, tau_plus=0.0, temperature=1.0, log_w_pos=None, return_clamped=False):
-    """Compute the log of the debiased sum over negatives, −∞ without candidates.
-
-        log max( (Σ_j w_ij e^{s_ij} − W_i τ⁺ E⁺_i) / (1 − τ⁺), W_i e^{−1/t} )
-        E⁺_i = Σ_m w⁺_im e^{p_im} / Σ_m w⁺_im        W_i = Σ_j w_ij
-
-    E⁺_i is the plain mean if all w⁺_im are 0. W_i stands for the Q of [1], and is N_i for weights
-    of mean 1. W_i τ⁺ E⁺_i is the expected sum over false negatives if the weights are uniform. For
-    other weights it is not. Fig. 5 prints the floor without W_i, but e^{−1/t} bounds a mean of
-    e^{cos/t}, not a sum. At τ⁺ = 0 there is no floor. With return_clamped the result tells at which
-    anchors the floor binds instead. Ref: [1] Eq. 2, Fig. 5"""
-    taus = np.broadcast_to(tau_plus, len(pos))
-    log_w_pos = uniform(pos) if log_w_pos is None else log_w_pos
-    anchors = _together(pos, neg, log_w, log_w_pos, taus)
-    found = [_published_row(*anchor, temperature) for anchor in anchors]
-    return np.array([row[int(return_clamped)] for row in found])
+OBJECTIVES = {  # objective: its function, and whether samples of one label are positives in it
+    "nce": (nce, False),
+    "each": (each, False),
+    "ppcl": (ppcl, True),
+    "decoupled": (decoupled, False),
+    "simple": (simple, False),
+    "triplet": (triplet, False),
+}
 
 
 # ---- 3. The loss ---------------------------------------------------------------------------------
@@ -391,11 +362,14 @@ PRESETS = {  # loss: (weights, objective)
     "ppcl": ("uniform", "ppcl"),
     "supcon": ("uniform", "ppcl"),
 }
-# If τ⁺ is not given, it is 1/(N_i + 1) for these losses, and 0 for the others.
+# If τ⁺ is not given, it is 1/(N + 1) for these losses, and 0 for the others.
 HAVE_TAU = ("debiased", "hcl")
-RULES = {rule.__name__: rule for rule in (uniform, tilted, hardest, top, transported)}
-# These objectives have τ⁺.
-DEBIASED = {"nce": nce, "each": each, "ppcl": ppcl, "decoupled": decoupled}
+
+
+def options_of(*functions):
+    """Return the options that functions take, with their defaults."""
+    parameters = [p for function in functions for p in _takes(function).values()]
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def unit(x):
@@ -403,11 +377,11 @@ def unit(x):
 
         x_i / √(Σ_d x_id²)
 
-    A zero row stays zero. Its gradient is zero here, but passes unchanged in `hardneg.unit`."""
+    A zero row stays zero, and so does its gradient, which passes unchanged in `hardneg.unit`."""
     shape, out = np.shape(x), []
     for row in _lists(np.reshape(x, (-1, shape[-1]))):
         is_zero = all(v.real == 0 for v in row)
-        norm = _product(row, row) ** 0.5  # without a conjugate this is analytic
+        norm = _product(row, row) ** 0.5
         out.append([0.0 if is_zero else v / norm for v in row])
     return np.array(out).reshape(shape)
 
@@ -430,13 +404,13 @@ def _own_rows(positive_index, a):
     return sorted({j for j in named if j >= 0})
 
 
-def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, objective):
-    """Return the cosines of anchors with positives (A, M) and candidates (A, N), −∞ if none."""
+def who(views, bank, positive_index, negative_mask, labels, margins, by_label):
+    """Answer question 1: the cosines of every anchor with its positives, a list for each, and with
+    the candidates (A, N), −∞ for who is no negative of it."""
     size, is_single = len(views[0]), len(views) == 1
     rows = _lists(np.concatenate(views))
     labels = [] if labels is None else list(labels)
-    by_label = objective == "ppcl" or is_single and positive_index is None
-    by_label = by_label and len(labels) > 0
+    by_label = by_label or is_single and positive_index is None
     candidates, candidate_labels = [rows] * len(rows), labels * len(views)
     if bank is not None:
         each_has = np.broadcast_to(bank, (size, *np.shape(bank)[-2:]))  # (B, K, D)
@@ -459,24 +433,9 @@ def _who_is_who(views, bank, positive_index, negative_mask, labels, margins, obj
             elif not same_label and not is_masked:
                 negatives[j] = _product(rows[a], candidate)
         limit = _limit(positives, *margins)
-        for j, cosine in enumerate(negatives):
-            if cosine.real > limit:
-                negatives[j] = -INF
         pos.append(positives)
-        neg.append(negatives)
-    width = max(1, *(len(row) for row in pos))
-    return [row + [-INF] * (width - len(row)) for row in pos], neg
-
-
-def _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing):
-    """Return the losses (A,) by the name of an objective, or by a function."""
-    if callable(objective):
-        return objective(pos, neg, log_w)
-    if objective == "simple":
-        return simple(pos_cosines, cosines, log_w)
-    if objective == "triplet":
-        return triplet(pos_cosines, cosines, log_w, margin)
-    return DEBIASED[objective](pos, neg, log_w, **debiasing)
+        neg.append([cosine if cosine.real <= limit else -INF for cosine in negatives])
+    return pos, neg
 
 
 def _mean_or_nan(values):
@@ -484,27 +443,24 @@ def _mean_or_nan(values):
     return _mean([v.real for v in values]) if values else math.nan
 
 
-def _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing):
+def _statistics(pos, neg, log_w, clamped):
     """Compute the statistics that `hardneg.contrastive_loss` returns, nan where there is no value.
-    Over the anchors with candidates, ess is the mean of (Σ_j w_ij)² / (N_i Σ_j w_ij²), and spread²
-    is the mean of (1/N_i) Σ_j (cos_ij − mean_i)²."""
-    clamped = [0.0] * len(pos)
-    if objective in DEBIASED:
-        clamped = _lists(published(pos, neg, log_w, **debiasing, return_clamped=True))
-    counts, effective, variances = [], [], []
-    for s, log_weights in _together(cosines, log_w):
-        places = _finite(s)
-        counts.append(len(places))
-        if places:
-            w = [math.exp(log_weights[j].real) for j in places]
-            effective.append(sum(w) ** 2 / (len(w) * _product(w, w)))
-            c = [s[j].real for j in places]
+    pos and neg are cosines. spread² is the mean of (1/N_i) Σ_j (cos_ij − mean_i)² over the anchors
+    with candidates, and ess that of (Σ_j w_ij)² / (N_i Σ_j w_ij²) over those with a weight."""
+    effective, variances, counts = [], [], []
+    for row, log_weights in zip(neg, log_w, strict=True):
+        c = [v.real for v in _finite(row)]
+        w = [math.exp(v.real) for v in log_weights]
+        counts.append(len(c))
+        if sum(w) > 0:
+            effective.append(sum(w) ** 2 / (len(c) * _product(w, w)))
+        if c:
             variances.append(_mean([(v - _mean(c)) ** 2 for v in c]))
     return {
         "clamped": _mean_or_nan(clamped),
         "ess": _mean_or_nan(effective),
-        "positive": _mean_or_nan([row[m] for row in pos_cosines for m in _finite(row)]),
-        "negative": _mean_or_nan([row[j] for row in cosines for j in _finite(row)]),
+        "positive": _mean_or_nan([v for row in pos for v in row]),
+        "negative": _mean_or_nan([v for row in neg for v in _finite(row)]),
         "spread": math.sqrt(_mean_or_nan(variances)),
         "candidates": _mean(counts),
     }
@@ -517,15 +473,10 @@ def contrastive_loss(
     objective=None,
     temperature=0.1,
     tau_plus=None,
-    beta=0.5,
-    alpha=0.3,
-    epsilon=0.2,
-    cost="sqeuclidean",
-    margin=0.0,
     negatives=None,
     positive_index=None,
     negative_mask=None,
-    log_weights=None,
+    log_weights=0.0,
     labels=None,
     absolute_margin=None,
     relative_margin=None,
@@ -533,15 +484,18 @@ def contrastive_loss(
     detach_weights=None,
     reduction="mean",
     return_stats=False,
+    **options,
 ):
     """Compute the loss of (B, D) views. It is the mean, the sum, or all values (A,).
-    The arguments are those of `hardneg.contrastive_loss`, with two differences. negative_mask is
-    (A, N). For `transported`, column k of negatives (B, K, D) is the same candidate for all
-    anchors. An anchor without a positive has the loss 0, and the mean leaves it out.
+    The arguments are those of `hardneg.contrastive_loss`, where negative_mask is (A, N). Rules and
+    objectives get the options that they name. An anchor without a positive has the loss 0, and the
+    mean leaves it out.
     Ref: [1] Eq. 2, Fig. 5; [2] Eq. 8, 9; [3] Eq. 8; [4] Eq. 1, 3, 9"""
-    preset_weights, preset_objective = PRESETS[loss]
-    weights = weights or preset_weights
-    objective = objective or preset_objective
+    weights, objective = weights or PRESETS[loss][0], objective or PRESETS[loss][1]
+    judge, by_label = OBJECTIVES.get(objective, (objective, False))
+    unknown = options.keys() - options_of(*RULES.values(), *(row[0] for row in OBJECTIVES.values()))
+    if unknown:
+        raise TypeError(f"there is no option {unknown}")
     if detach_weights is None:
         detach_weights = weights == "transported"
 
@@ -550,40 +504,39 @@ def contrastive_loss(
         views = [unit(view) for view in views]
     if normalize and negatives is not None:
         negatives = unit(negatives)
-    margins = absolute_margin, relative_margin
-    pos_cosines, cosines = _who_is_who(
-        views, negatives, positive_index, negative_mask, labels, margins, objective
-    )
-    pos = _double([[v / temperature for v in row] for row in pos_cosines])
-    neg = _double([[v / temperature for v in row] for row in cosines])
-    if tau_plus is None:
-        tau_plus = [1 / (len(_finite(row)) + 1) if loss in HAVE_TAU else 0.0 for row in cosines]
-    if objective not in DEBIASED:
-        tau_plus = 0.0
+    masks = positive_index, negative_mask, labels, (absolute_margin, relative_margin)
+    pos_cosines, cosines = who(views, negatives, *masks, by_label)
+    pos = [[v / temperature for v in row] for row in pos_cosines]
+    neg = [[v / temperature for v in row] for row in cosines]
 
     # 2. How much does each one count?
-    coupling = {"epsilon": epsilon, "cost": cost, "temperature": temperature}
-    options = {"tilted": {"beta": beta}, "top": {"alpha": alpha}, "transported": coupling}
-    seen, seen_pos = neg, pos
+    seen_pos, seen = pos, neg
     if detach_weights:
-        seen, seen_pos = neg.real, pos.real
-    rule = weights if callable(weights) else RULES[weights]
-    log_w = rule(seen, **options.get(weights, {}))
-    if log_weights is not None:
-        log_w = log_w + np.asarray(log_weights)
-    log_w_pos = uniform(seen_pos)
-    if np.any(tau_plus) and pos.shape[1] > 1:  # the weight of a single positive cancels
-        log_w_pos = weigh_alike(weights, seen_pos, seen, beta, alpha, coupling)
+        seen_pos, seen = ([[v.real for v in row] for row in rows] for rows in (pos, neg))
+    log_w, log_w_pos = weigh(weights, seen_pos, seen, temperature, **options)
+    log_w = (_double(log_w) + log_weights).tolist()
 
     # 3. What is done with them?
-    debiasing = {"tau_plus": tau_plus, "temperature": temperature, "log_w_pos": log_w_pos}
-    losses = _losses(objective, pos_cosines, cosines, pos, neg, log_w, margin, debiasing)
-    has_positive = [bool(_finite(row)) for row in pos]
-    losses = np.where(has_positive, losses, 0)
-    value = {"none": losses, "sum": sum(losses), "mean": sum(losses) / max(1, sum(has_positive))}
+    losses, clamped = [], []
+    for i, p in enumerate(pos):
+        places = _places(log_w[i])
+        known = {"temperature": temperature, "pos": p, "log_w_pos": log_w_pos[i]} | options
+        known |= {"neg": [neg[i][j] for j in places], "log_w": [log_w[i][j] for j in places]}
+        known["tau_plus"] = tau_plus
+        if tau_plus is None:
+            known["tau_plus"] = 1 / (len(_finite(neg[i])) + 1) if loss in HAVE_TAU else 0.0
+        known["log_negatives"], is_clamped = _fill_in(published, known)
+        clamped.append(is_clamped and "log_negatives" in _takes(judge))
+        losses.append(_fill_in(judge, known) if p else 0.0)
+    has_positive = sum(bool(p) for p in pos)
+    value = {
+        "none": np.array(losses),
+        "sum": sum(losses),
+        "mean": sum(losses) / max(1, has_positive),
+    }
     value = value[reduction]
     if return_stats:
-        return value, _statistics(objective, pos_cosines, cosines, pos, neg, log_w, debiasing)
+        return value, _statistics(pos_cosines, cosines, log_w, clamped)
     return value
 
 
@@ -617,7 +570,7 @@ def hcl_eq2(x, y, temperature, beta, tau_plus):
 
     Here s_k = f_i·f_k/t, τ⁻ = 1 − τ⁺ and Q = N. E_{q_β⁺} is the same mean over the one positive.
     The term with Q is at least N e^{−1/t}, as in the authors' code. Eq. 2 has no such floor, and
-    the floor that Fig. 5 prints is e^{−1/t}. Ref: [1] Eq. 2 and the two below it, Fig. 5"""
+    Fig. 5 prints e^{−1/t}. Ref: [1] Eq. 2 and the two below it, Fig. 5"""
     losses = []
     for s_p, s in _cosines(x, y):
         s_p, s, n = s_p / temperature, [v / temperature for v in s], len(s)
@@ -635,9 +588,9 @@ def ot_eq5(x, y, temperature, epsilon):
 
         P* = argmin_P Σ_ik P_ik C_ik + ε KL(P ‖ product of marginals)        C_ik = ½ ‖f_i − f_k‖²
 
-    C_ik is ∞ if i and k show one sample. The marginals are uniform. The minimiser has the form
-    P*_ik = u_i e^{−C_ik/ε} v_k. The loop scales rows and columns in turn, without logarithms, so it
-    needs ε of 0.2 or more, and B ≥ 2. No gradient flows through P*, as in the published code.
+    C_ik is ∞ if i and k show one sample. The minimiser is P*_ik = u_i e^{−C_ik/ε} v_k with uniform
+    marginals. Without logarithms the loop needs ε of 0.2 or more, and B ≥ 2. No gradient flows
+    through P*, as in the published code.
     Ref: [2] Eq. 5, 8, Lemma 3"""
     f = _lists(x) + _lists(y)
     n = len(f)
@@ -665,7 +618,7 @@ def ot_eq5(x, y, temperature, epsilon):
 
 def hard_eq9(x, y, temperature, alpha):
     """Compute the mean over i of −log( e^{s_p/τ} / (Σ_{s_k ≥ s_α} e^{s_k/τ} + e^{s_p/τ}) ).
-    Here s_k = f_i·f_k. The upper α quantile s_α is the ⌈α N⌉-th largest s_k. Ref: [4] Eq. 8, 9"""
+    Here s_k = f_i·f_k, and s_α is the ⌈α N⌉-th largest of them. Ref: [4] Eq. 8, 9"""
     losses = []
     for s_p, s in _cosines(x, y):
         quantile = _quantile(s, alpha)

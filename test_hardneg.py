@@ -56,25 +56,34 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = Path(__file__).resolve().parent
 PRESETS = sorted(hardneg.PRESETS)
 METHODS = ["simclr", "bank", "diffhard"]
-PAIRS = list(itertools.product(hardneg.WEIGHTS, hardneg.OBJECTIVES))
-WEIGHT_OPTIONS = {"uniform": {}, "tilted": {"beta": 1.5}, "hardest": {}, "top": {"alpha": 0.35}}
-WEIGHT_OPTIONS["transported"] = dict(epsilon=15.0, cost="exp", temperature=0.5)
+RULES = [name for name in hardneg.WEIGHTS if name in oracle.RULES]
+OBJECTIVES = [name for name in hardneg.OBJECTIVES if name in oracle.OBJECTIVES]
 FLOATS = torch.float32, torch.float64, torch.float16, torch.bfloat16
+BOOLEANS = st.booleans()
 SEEDS = {"seed": st.integers(0, 2**32 - 1)}
 BATCHES = {**SEEDS, "v": st.integers(2, 4), "b": st.integers(2, 4), "d": st.integers(2, 4)}
-SAMPLES = {**SEEDS, "b": st.integers(2, 5)}
+TWO_VIEWS = {**SEEDS, "b": st.integers(2, 5)}
 MATRICES = {**SEEDS, "a": st.integers(1, 4), "n": st.integers(1, 6)}
 PLANS = {**MATRICES, "epsilon": st.floats(0.2, 5), "share": st.sampled_from([0, 0.2])}
-BLOCK_SIZES = st.sampled_from([None, 0, 1, 3])
-BOOLEANS = st.booleans()
-TEMPERATURES = st.floats(0.2, 2)
-# Sinkhorn stops at an error of 1e-12; in the plan that is 1e-12 / √(1 − σ₂²), too much at a low ε
-OPTIONS = {"epsilon": st.floats(0.5, 3), "margin": st.floats(0, 1)}
-OPTIONS |= {"beta": st.sampled_from([1e-320, 1e-40]) | st.floats(0, 5)}
-OPTIONS |= {"cost": st.sampled_from(["sqeuclidean", "exp"])}
-OPTIONS |= {"alpha": st.floats(0.05, 1).map(lambda alpha: round(alpha, 2))}
-OPTIONS |= {"tau_plus": st.sampled_from([None, 0.0, 0.1, 0.3, 0.9])}
-NO_NUMBERS = math.nan, "0.5", torch.ones(2)
+SAMPLES = {  # values for each option of a loss, from which properties draw
+    "loss": st.sampled_from(PRESETS),
+    "weights": st.sampled_from([*hardneg.WEIGHTS]),
+    "objective": st.sampled_from([*hardneg.OBJECTIVES]),
+    "temperature": st.floats(0.2, 2),
+    "tau_plus": st.sampled_from([None, None, 0.0, 0.1, 0.3, 0.9]),
+    "beta": st.integers(0, 9).map(lambda k: k / 2) | st.floats(0, 5) | st.sampled_from([1e-320]),
+    "alpha": st.floats(0.01, 1).map(lambda alpha: round(alpha, 2)),
+    # Sinkhorn stops at an error of 1e-12; in the plan that is 1e-12 / √(1 − σ₂²), which grows
+    "epsilon": st.floats(0.5, 3),
+    "cost": st.sampled_from([*hardneg.COSTS]),
+    "margin": st.floats(0, 1),
+    "absolute_margin": st.sampled_from([None, None, 3, 0.4, -0.2]),
+    "relative_margin": st.sampled_from([None, None, 0.05, 0.5]),
+    "normalize": BOOLEANS,
+    "detach_weights": st.sampled_from([None, True, False]),
+    "reduction": st.sampled_from(["mean", "sum", "none"]),
+    "block_size": st.sampled_from([None, 0, 1, 3]),
+}
 IMAGES, LABELS = shapes(240, seed=1, size=16)
 PLAIN = {"area": (1, 1), "ratio": (1, 1), "flip": 0, "jitter": 0, "gray": 0}  # changes nothing
 # a process of its own has one thread: more would wait for each other
@@ -82,6 +91,38 @@ ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
 
 
 # ---- Helpers
+def taken_by(*functions):
+    """Name the options that functions take."""
+    return {name for function in functions for name in hardneg.takes(function)} & SAMPLES.keys()
+
+
+OF_ROWS = taken_by(*[row[0] for row in (*hardneg.WEIGHTS.values(), *hardneg.OBJECTIVES.values())])
+OF_CALLS = SAMPLES.keys() - OF_ROWS - {"loss", "weights", "objective"}
+
+
+def samples_of(*functions, others=()):
+    """Draw the options that rules and objectives take, and others."""
+    names = sorted({*others} | taken_by(*functions))
+
+    def settle(drawn):  # costs of "exp" are up to e⁴
+        if drawn.get("cost") == "exp":
+            drawn["epsilon"] *= 20
+        return drawn
+
+    return st.fixed_dictionaries({name: SAMPLES[name] for name in names}).map(settle)
+
+
+def functions_of(weights, objective):
+    """List the rule and the objective that hardneg has by these names."""
+    tables = (hardneg.WEIGHTS, weights), (hardneg.OBJECTIVES, objective)
+    return [table[name][0] for table, name in tables if name in table]
+
+
+def couples(weights):
+    """Tell whether a rule, by its name, or a function couples anchors."""
+    return weights in hardneg.WEIGHTS and "potential" in hardneg.takes(hardneg.WEIGHTS[weights][0])
+
+
 def at_least(n):
     """Give a property n examples, or those of the profile if they are more."""
     return settings(max_examples=max(n, settings.default.max_examples))
@@ -110,6 +151,11 @@ def close(got, want, tolerance, floor=1.0):
     )
 
 
+def refused(said):
+    """Expect an InvalidArgument that says so."""
+    return pytest.raises(hardneg.InvalidArgument, match=said)
+
+
 def same(got, want, tolerance):
     """Assert that two pairs of value and gradient are close; a gradient's scale is 1e-3 or more."""
     close(got[0], want[0], tolerance)
@@ -130,6 +176,12 @@ def finite(*values):
 def thrice(logits):
     """Weigh as `tilted` at β = 3 does, without its mean of 1, in arrays and tensors."""
     return logits + logits + logits  # 3 * (−∞ + 0j) would be NaN
+
+
+def far(logits):
+    """Count candidates at an obtuse angle alone, in arrays and tensors. An anchor may keep none."""
+    where = torch.where if torch.is_tensor(logits) else np.where
+    return where(logits.real > 0, -INF, 0.0)
 
 
 def seeded(seed):
@@ -179,45 +231,38 @@ def couple(log_kernel, *options, **more):
     return hardneg.sinkhorn(lambda: [masked(log_kernel).to(log_kernel.dtype)], *options, **more)
 
 
-def weigh(name, pos, neg, **options):
+def weigh(name, pos, neg, temperature=1.0, **options):
     """Answer question 2 by the name of a rule → log w (A, N), log w⁺ (A, M)."""
-    t = options.pop("temperature", 1.0)
-    options = hardneg.resolve({"weights": name, "tau_plus": 0.1} | options)
-    pos, neg = masked(pos), masked(neg)
-    potential = neg.new_zeros(())
-    if name == "transported":
-        kernel = hardneg.by_rule(neg, neg, potential, t, options)
-        potential = couple(kernel)[1]
-    anchors, shared = SimpleNamespace(log_weights=None), SimpleNamespace(potential=potential, t=t)
-    return hardneg.weigh(pos, neg, n_of(neg), anchors, shared, options)
+    options = hardneg.resolve({"weights": name} | options)
+    pos, neg, zero = masked(pos), masked(neg), torch.zeros((), dtype=torch.float64)
+    potential = zero
+    if couples(name):
+        potential = couple(hardneg.by_rule(neg, neg, zero, temperature, options))[1]
+    batch = SimpleNamespace(log_weights=None, potential=potential, t=temperature)
+    log_w_pos = hardneg.by_rule(pos, neg, zero, temperature, options) + hardneg.uniform(pos)
+    return hardneg.weigh(batch, neg, n_of(neg), options), log_w_pos
 
 
 def log_weights(name, logits, **options):
     """Compute a rule's log weights as a loss uses them: with mean 1, or 0 and −∞."""
-    logits = masked(logits)
-    return infinite(weigh(name, logits[:, :1], logits, **options)[0])
+    return infinite(weigh(name, logits, logits, **options)[0])
 
 
-def log_negatives(pos, neg, log_w, tau_plus=0.0, t=1.0, log_w_pos=None):
+def log_negatives(pos, neg, log_w, tau_plus=0.0, t=1.0, **options):
     """Compute the log of the debiased sum over negatives, as `answer` does."""
     pos, neg, log_w = masked(pos), masked(neg), masked(log_w)
-    log_w_pos = hardneg.uniform(pos) if log_w_pos is None else masked(log_w_pos)
-    log_all = hardneg.log_sum(neg, log_w)
-    if tau_plus == 0:
-        return log_all
-    given = hardneg.log_sum(log_w), pos, log_w_pos, n_of(neg), t, {"tau_plus": tau_plus}
-    return hardneg.debias(log_all, *given)[0]
+    options = hardneg.resolve({"weights": thrice} | options) | {"tau_plus": tau_plus}
+    batch = SimpleNamespace(log_weights=None, t=t)
+    return hardneg.add_up(batch, pos, neg, log_w, n_of(neg), options)[0]
 
 
-def judge(objective, pos, neg, log_w, margin=0.0, **debiasing):
-    """Compute an objective by name from logits, or for simple and triplet from cosines."""
-    pos, neg, log_w = masked(pos), masked(neg), masked(log_w)
-    if objective == "simple":
-        return hardneg.simple(pos, neg, log_w)
-    if objective == "triplet":
-        return hardneg.triplet(pos, neg, log_w, margin)
-    negatives = log_negatives(pos, neg, log_w, **debiasing)
-    return hardneg.OBJECTIVES[objective][0](pos, negatives)
+def judge(objective, pos, neg, log_w, t=1.0, tau_plus=0.0, **options):
+    """Compute an objective by its name from logits."""
+    function, _ = hardneg.OBJECTIVES[objective]
+    known = hardneg.resolve(options) | {"pos": masked(pos), "neg": masked(neg), "t": t}
+    known |= {"log_w": masked(log_w)}
+    known["log_negatives"] = log_negatives(pos, neg, log_w, tau_plus, t)
+    return hardneg.fill_in(function, known)
 
 
 def with_slope(value, x):
@@ -231,37 +276,20 @@ def negatives_of(x, k, each=0):
     return {"negatives": rows.reshape(-1, each, x.shape[1]) if each else rows} if k else {}
 
 
-def tensors(x, v, k=0, dtype=torch.float64, grad=False, each=0):
-    """Split rows (V·B + K, D) into a list of V views and, if K > 0, the option `negatives`."""
+def tensors(x, v, k=0, dtype=torch.float64, each=0):
+    """Make leaves of rows (V·B + K, D): a list of V views and, if K > 0, the option `negatives`."""
     x = torch.as_tensor(x).to(dtype)
-    views = [view.clone().requires_grad_(grad) for view in x[: len(x) - k].chunk(v)]
+    views = [view.clone().requires_grad_() for view in x[: len(x) - k].chunk(v)]
     bank = negatives_of(x, k, each)
-    return views, {name: rows.clone().requires_grad_(grad) for name, rows in bank.items()}
+    return views, {name: rows.clone().requires_grad_() for name, rows in bank.items()}
 
 
-def ours(x, v, k=0, dtype=torch.float64, weight=None, each=0, **options):
-    """Compute value and gradient of hardneg; `weight` sums the losses of reduction="none"."""
-    views, bank = tensors(x, v, k, dtype, grad=True, each=each)
+def ours(x, v, k=0, dtype=torch.float64, **options):
+    """Compute value and gradient of hardneg."""
+    views, bank = tensors(x, v, k, dtype)
     value = contrastive_loss(*views, **bank, **options)
-    scalar = value if weight is None else value @ torch.as_tensor(weight).to(value.dtype)
-    gradients = torch.autograd.grad(scalar, [*views, *bank.values()])
-    return value.detach(), torch.cat([gradient.flatten(0, -2) for gradient in gradients])
-
-
-def theirs(x, v, k=0, weight=None, each=0, **options):
-    """Compute value and gradient of the oracle."""
-
-    def loss(rows):
-        bank = negatives_of(rows, k, each)
-        return oracle.contrastive_loss(*np.split(rows[: len(rows) - k], v), **bank, **options)
-
-    return loss(x), oracle.gradient(loss if weight is None else lambda rows: loss(rows) @ weight, x)
-
-
-def agree(x, v, k=0, tolerance=1e-10, block_size=None, weight=None, **options):
-    """Assert that hardneg and the oracle have the same value and gradient."""
-    found = ours(x, v, k, weight=weight, block_size=block_size, **options)
-    same(found, theirs(x, v, k, weight, **options), tolerance)
+    gradients = torch.autograd.grad(value, [*views, *bank.values()])
+    return value.detach(), torch.cat(gradients)
 
 
 def marginals_of(allowed):
@@ -275,11 +303,9 @@ def marginals_of(allowed):
 
 
 def feasible(allowed):
-    """Tell whether a coupling can use every allowed entry; if not, Sinkhorn is slow.
-
-    If half of a batch shares a label, its anchors take all candidates of the other half: entries
-    within the other half carry no mass. The largest possible least mass is above 0 if none is so.
-    """
+    """Tell whether a coupling can use every allowed entry; if not, Sinkhorn is slow. If half of a
+    batch shares a label, its anchors take all candidates of the other half: entries within the
+    other half carry no mass. The largest possible least mass is above 0 if none is so."""
     used, count = allowed.any(1).sum() * allowed.any(0).sum(), allowed.sum()
     if count == used:
         return True
@@ -315,10 +341,10 @@ def can_couple(x, v, k, objective, masks, options):
     """Tell whether the anchors of a call have a coupling that Sinkhorn finds soon."""
     z = oracle.unit(x)
     views, bank = np.split(z[: len(z) - k], v), z[len(z) - k :] if k else None
-    who = [masks.get(name) for name in ("positive_index", "negative_mask", "labels")]
+    given = [masks.get(name) for name in ("positive_index", "negative_mask", "labels")]
     margins = options["absolute_margin"], options["relative_margin"]
-    cosines = oracle._who_is_who(views, bank, *who, margins, objective)[1]
-    return feasible(np.array(cosines) > -INF)
+    neg = oracle.who(views, bank, *given, margins, hardneg.OBJECTIVES[objective][1])[1]
+    return feasible(np.array(neg) > -INF)
 
 
 def degenerate_batches(seed=5):
@@ -377,7 +403,7 @@ def edited(name, function):
         if name == "sinkhorn":
             return result[0], result[1] + torch.linspace(0, 1, len(result[1])), result[2]
         if name == "answer":
-            return result._replace(losses=2 * result.losses)
+            return 2 * result[0], *result[1:]
         if name == "published":
             return 0.7 * result[0], result[1]
         return 0.3 * arguments[0] if name in hardneg.WEIGHTS else 0.7 * result  # [0]: logits
@@ -468,9 +494,14 @@ def play(game, encoder, real, lr=0.0, turn=True, **options):
     criterion = hardneg.ContrastiveLoss("ppcl" if game.pairs else "simclr")
     method = hardneg.DiffHard(criterion, game, {"blur": 0.5})
     game.taken = 0 if turn else 1
-    loss, figures = method.step(encoder, real, None, seeded(3), **options)
-    hardneg._descend(loss, torch.optim.SGD(encoder.parameters(), lr), "encoder")
-    return loss.detach(), figures | (method.after_step() or {})
+    optimizer, losses = torch.optim.SGD(encoder.parameters(), lr), []
+
+    def descend(loss):
+        losses.append(loss.detach())
+        hardneg._descend(loss, optimizer, "encoder")
+
+    figures = method.step(encoder, real, None, seeded(3), descend, **options)
+    return losses[0], figures
 
 
 def by_hand(game, encoder, real, lr, turn, rates):
@@ -529,11 +560,9 @@ def begin(images, name="simclr", loss="simclr", init=0, method_options=None, wra
 
 
 def takes_steps(begin, name):
-    """Assert that a method moves an encoder by every way to weigh and to judge.
-
-    begin(images, name, loss, ...) makes a training.
-    """
-    for loss in ("hcl", "ot", "triplet", "hard-simple", "ppcl"):
+    """Assert that a method moves an encoder by every way to weigh and to judge. begin(images, name,
+    loss, ...) makes a training."""
+    for loss in PRESETS:
         training = begin(IMAGES[:80], name, loss, batch_size=40)
         before = weights_of(training.encoder)
         losses = [figures.get("loss") for figures in itertools.islice(training, 4)]
@@ -548,12 +577,10 @@ def stays_on_the_device(training):
     arguments = encoder, images, torch.arange(len(images), device=DEVICE), torch.Generator(DEVICE)
     for device in (DEVICE, "meta"):  # Adam makes its state; then a tensor on meta would raise
         with torch.device(device):
-            loss, figures = method.step(*arguments, return_stats=True)
-            loss.backward()
+            figures = method.step(*arguments, torch.Tensor.backward, return_stats=True)
             x, z = hardneg.embed(encoder, images)
-            figures |= method.after_step() or {}
             figures |= {"uniformity": hardneg.uniformity(z)}
-    assert {value.device.type for value in (loss, x, *figures.values())} == {DEVICE}
+    assert {value.device.type for value in (x, *figures.values())} == {DEVICE}
 
 
 @pytest.fixture
@@ -588,7 +615,7 @@ VARIANTS += [{"detach_weights": False}]
 def refuse(group, rank):
     """Let both ranks refuse what only one of them has, and then go on."""
     x = embeddings(rank, 2, 4, 3)
-    with pytest.raises(hardneg.InvalidArgument, match="^views differ between ranks"):
+    with refused("^views differ between ranks"):
         contrastive_loss(*x[:, : 3 + rank], group=group)
     broken = x.clone()
     broken[0, 1, 2] = math.nan if rank == 1 else 0.0
@@ -711,54 +738,59 @@ def start(words, folder):
 
 
 # ---- Sections 2 and 5: weights, transport
-class TestTopSorted:
-    """The same entries are kept whether or not the host may see that all rows keep as many."""
-
-    @given(
-        **MATRICES, alpha=st.sampled_from([0.01, 0.3, 0.5, 1.0]), share=st.sampled_from([0, 0.4])
-    )
-    def test_a_gpu_sorts(self, seed, a, n, alpha, share):
-        logits = masked(masked_logits(seed, a, n, share))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hardneg, "_may_read", lambda x: False)
-            sorts = hardneg.top(logits, alpha)
-        assert torch.equal(hardneg.top(logits, alpha), sorts)
-
-
 class TestWeights:
-    """The rules uniform, tilted, hardest, top and transported are the oracle's."""
-
-    @pytest.mark.parametrize("name", WEIGHT_OPTIONS)
-    @at_least(30)
-    @given(**MATRICES, tied=BOOLEANS, alpha=st.floats(0.01, 1), beta=st.floats(0, 20))
-    def test_log_weights(self, name, seed, a, n, tied, alpha, beta):
-        logits = masked_logits(seed, a, n, empty=a > 1 and name != "transported")
-        logits = np.round(logits / 2) if tied else logits
-        assume(name != "transported" or feasible(logits > -INF))
-        drawn = {"top": {"alpha": round(alpha, 2)}, "tilted": {"beta": beta}}
-        options = (WEIGHT_OPTIONS | drawn)[name]
-        wanted = getattr(oracle, name)(logits, **options)
-        close(log_weights(name, logits, **options), wanted, 1e-10)
-
-
-class TestTop:
-    """The ⌈αN⌉ nearest candidates count, and ties with the last of them."""
+    """Every rule is the oracle's, and weighs a positive as a candidate at its logit."""
 
     KEPT = [(0.07, 100, 7), (0.1, 9, 1), (1e-6, 9, 1), (2 / 3, 3, 2), (1 / 6, 60, 10)]
 
     @pytest.mark.parametrize("alpha, n, kept", KEPT)
-    def test_keeps_the_ceiling(self, alpha, n, kept):
+    def test_top_keeps_the_ceiling(self, alpha, n, kept):
         assert (hardneg.top(embeddings(n, 1, n), alpha) == 0).sum() == kept
 
+    @pytest.mark.parametrize("name", RULES)
+    @at_least(60)
+    @given(**MATRICES, m=st.integers(1, 3), tied=BOOLEANS, may_read=BOOLEANS, data=st.data())
+    def test_log_weights(self, name, seed, a, n, m, tied, may_read, data):
+        """Also where the host may not see that all rows keep as many."""
+        options = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
+        pos, neg = masked_logits(seed + 1, a, m), masked_logits(seed, a, n, empty=a > 1)
+        assume(not couples(name) or feasible(neg > -INF))
+        cosines = (np.round(x / 2) if tied else x / 2 for x in (pos, neg))
+        pos, neg = (x / options["temperature"] for x in cosines)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardneg, "_may_read", lambda x: may_read)
+            found, found_pos = weigh(name, pos, neg, **options)
+        wanted, wanted_pos = oracle.weigh(name, pos.tolist(), neg.tolist(), **options)
+        close(infinite(found), wanted, 1e-10)
+        some = (neg > -INF).any(1)  # without candidates there is nothing to weigh
+        shares = (masked(x)[some].log_softmax(1) for x in (found_pos, np.array(wanted_pos)))
+        close(*map(infinite, shares), 1e-10)
 
-class TestTransported:
-    """Weights of the entropic coupling of anchors and candidates, with costs of `COSTS`."""
+    @pytest.mark.parametrize("name", hardneg.WEIGHTS)
+    @at_least(30)
+    @given(**MATRICES, tied=BOOLEANS, data=st.data())
+    def test_a_positive_is_weighed_as_a_candidate(self, name, seed, a, n, tied, data):
+        """To the bit, at the logits of candidates, masked ones, too."""
+        drawn = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
+        options, t = hardneg.resolve({"weights": name} | drawn), drawn["temperature"]
+        cosines = masked_logits(seed, a, n, empty=a > 1) / 2
+        neg = masked((np.round(cosines) if tied else cosines) / t)
+        places = torch.tensor(rng(seed).integers(n, size=(a, 3)))
+        of_neg = hardneg.by_rule(neg, neg, 0.0, t, options)
+        of_pos = hardneg.by_rule(neg.gather(1, places), neg, 0.0, t, options)
+        assert torch.equal(of_pos, of_neg.gather(1, places))
 
-    def test_epsilon_beyond_the_dtype(self):
-        """t/ε underflows while the potentials still count."""
-        x, labels = normal(9, 16, 4), [0, 1, 0, 2, 3, 0, 1, 4]
-        options = {"loss": "ot", "labels": labels, "epsilon": 1e9}
-        close(ours(x, 2, dtype=torch.float32, **options)[0], theirs(x, 2, **options)[0], 1e-5)
+    @pytest.mark.parametrize("name", RULES)
+    @given(**SEEDS, n=st.integers(1, 6), tied=BOOLEANS, data=st.data())
+    def test_so_does_the_oracle(self, name, seed, n, tied, data):
+        known = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
+        cosines, places = rng(seed).uniform(-1, 1, n), rng(seed).integers(n, size=3)
+        s = ((np.round(cosines) if tied else cosines) / known["temperature"]).tolist()
+        known |= {"candidates": s, "f": 0.3, "g": [0.0] * n}
+        of_neg = oracle._fill_in(oracle.RULES[name], known | {"logits": s})
+        known |= {"logits": [s[j] for j in places], "g": [0.0] * 3}
+        of_pos = oracle._fill_in(oracle.RULES[name], known)
+        assert of_pos == [of_neg[j] for j in places]
 
 
 class TestSinkhorn:
@@ -786,12 +818,11 @@ class TestSinkhorn:
             for dim in (0, 1):
                 close(plan.sum(dim), allowed.any(dim) / allowed.any(dim).sum(), 1e-11)
 
-    @pytest.mark.parametrize("symmetric", [False, True])
-    def test_a_masked_sample_has_no_error(self, symmetric):
+    def test_a_masked_sample_has_no_error(self):
         x = embeddings(1, 6, 3)
         kernel = (x @ x.T).fill_diagonal_(-INF)
         kernel[2] = kernel[:, 2] = -INF
-        f, g, error = couple(kernel, symmetric)
+        f, g, error = couple(kernel)
         assert error <= 1e-12
         rows = torch.exp(f[:, None] + kernel + g).sum(1)
         close(rows, np.array([1, 1, 0, 1, 1, 1]) / 5, 1e-11)
@@ -809,20 +840,22 @@ class TestSinkhorn:
         kernel = torch.tensor(rng(seed).uniform(-5, 0, (a, n)), dtype=dtype)
         used = a - (a > 1 and seed % 2)  # rows; the others are fully masked
         kernel[used:] = -INF
-        f, g, error = couple(kernel, False, tolerance, steps)
+        f, g, error = couple(kernel, tolerance, steps)
         assert f.dtype == g.dtype == error.dtype == dtype
         plan = torch.exp(f[:, None] + kernel + g).double()
-        close(plan.sum(0), np.full(n, 1 / n), rounding)
+        if a != n or steps == 1000:
+            columns = rounding if a != n else rounding + 2 * float(error)
+            close(plan.sum(0), np.full(n, 1 / n), columns)
         close((plan.sum(1)[:used] - 1 / used).abs().sum(), error, rounding)
         usual = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
         assert steps < 1000 or error <= (tolerance or usual)
 
     def test_says_that_it_has_not_converged(self):
         with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
-            couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), False, 0.0, max_steps=2)
+            couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 0.0, max_steps=2)
 
     def test_refuses_to_take_no_step(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^max_steps is 0; it must be "):
+        with refused("^max_steps is 0; it must be "):
             couple(torch.zeros(2, 2), max_steps=0)
 
     @given(**SEEDS)
@@ -837,38 +870,30 @@ class TestSinkhorn:
         assert kernel.call_count <= 9
 
     def test_a_batch_settles_soon_where_classes_cluster(self, as_on_a_gpu):
-        """Rows and columns in turn take hundreds of steps, their mean a few.
-
-        A mask or a margin may drop (i, j) without (j, i): there rows and columns take turns.
-        """
+        """Rows and columns in turn take hundreds of steps, their mean a few."""
         x = np.tile(normal(0, 8, 16), (16, 1)) + 0.1 * normal(1, 128, 16)
         views = torch.tensor(x), torch.tensor(x + 0.02 * normal(2, 128, 16))
-        reads, mask = [], torch.ones(256, dtype=torch.bool)
-        for masks in ({}, {"absolute_margin": -9}, {"negative_mask": mask}):
+        for masks in ({}, {"absolute_margin": -9}, {"negative_mask": torch.ones(256).bool()}):
             with Operations() as operations:
                 contrastive_loss(*(x.float() for x in views), loss="ot", epsilon=0.1, **masks)
-            reads.append(len(operations.reads()))  # one in eight steps
-        assert reads[0] == 1 and min(reads[1:]) > 12
+            assert len(operations.reads()) == 1  # one in eight steps
 
 
 # ---- Section 3: objectives
 class TestObjectives:
-    """nce, simple, triplet, ppcl and decoupled: what does not count, and what stays apart."""
+    """What does not count in any of them, and what stays apart."""
+
+    FILLED = {"filling": st.sampled_from([-1e30, -1.0, 0.3, 50.0])}
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    @given(
-        **SEEDS,
-        filling=st.sampled_from([-1e30, -1.0, 0.3, 50.0]),
-        tau_plus=st.sampled_from([0.0, 0.1]),
-    )
+    @given(**SEEDS, **FILLED, tau_plus=st.sampled_from([0.0, 0.1]))
     def test_candidates_without_weight_do_not_count(self, objective, seed, filling, tau_plus):
         pos, neg = embeddings(seed, 4, 2), normal(seed + 1, 4, 5)
-        log_w = masked_logits(seed, 4, 5)
-        options = {} if objective in ("simple", "triplet") else {"tau_plus": tau_plus}
-        found = []
+        log_w, found = masked_logits(seed, 4, 5), []
         for values in (neg, np.where(log_w == -INF, filling, neg)):
             leaf = torch.tensor(values, requires_grad=True)
-            found.append(with_slope(judge(objective, pos, leaf, log_w, **options), leaf))
+            losses = judge(objective, pos, leaf, log_w, tau_plus=tau_plus)
+            found.append(with_slope(losses, leaf))
         same(*found, 1e-12)
         assert (numpy(found[1][1])[log_w == -INF] == 0).all()
 
@@ -916,79 +941,31 @@ class TestDebiased:
             assert said[0].filename == __file__
 
 
-class TestPPCL:
-    """`ppcl` has several positives: views, samples of the label, pairs of a generator."""
-
-    @at_least(30)
-    @given(**SAMPLES, pairs=st.integers(0, 3), t=TEMPERATURES, size=BLOCK_SIZES)
-    def test_is_the_papers(self, seed, b, pairs, t, size):
-        """[3] Eq. 8 by its sets: a generated anchor has three positives, a real one has one."""
-        real = b - 1
-        assume(pairs + real > 1)
-        labels = [*range(pairs), *range(pairs), *range(pairs, pairs + real)]
-        raw, latents = [*range(len(labels))] * 2, [k if k < pairs else None for k in labels] * 2
-        printed = partial(oracle.ppcl_eq8, raw=raw, latents=latents, temperature=t)
-        x = normal(seed, len(raw), 3)
-        found = ours(x, 2, loss="ppcl", labels=labels, temperature=t, block_size=size)
-        same(found, (printed(x), oracle.gradient(printed, x)), 1e-10)
-
-
 # ---- Sections 1 and 4: the loss, candidates
-class TestInnerProducts:
-    """Without `normalize` logits are inner products over t, as of two-tower models."""
-
-    ROWS = {"weights": st.sampled_from(["uniform", "tilted", "hardest", "top", "thrice"])}
-    ROWS |= {"objective": st.sampled_from(["nce", "each", "ppcl", "decoupled"])}
-
-    @given(**BATCHES, **ROWS, scale=st.floats(0.1, 4), size=BLOCK_SIZES)
-    def test_is_the_oracles(self, seed, v, b, d, weights, objective, scale, size):
-        weights = thrice if weights == "thrice" else weights
-        options = {"weights": weights, "objective": objective, "beta": 0.7, "alpha": 0.4}
-        x = scale * normal(seed, v * b + 3, d)
-        for k in (0, 3):
-            agree(x[: v * b + k], v, k, block_size=size, normalize=False, **options)
-
-    @given(**MATRICES, k=st.integers(1, 7))
-    def test_mining_is_by_inner_products(self, seed, a, n, k):
-        queries, documents = embeddings(seed, a, 3), 3 * embeddings(seed + 1, n, 3)
-        own = torch.full((a,), -1)
-        given = {"positives": own, "scores": True, "normalize": False}
-        found, scores = hardneg.mine(queries, documents, k, **given)
-        wanted = (queries @ documents.T).sort(1, descending=True)
-        close(scores[:, :n], wanted.values[:, :k], 1e-12)
-        assert torch.equal(found[:, :n], wanted.indices[:, :k])
-        assert (found[:, n:] == -1).all() and (scores[:, n:] == -INF).all()
-
-
 class TestContrastiveLoss:
     """`contrastive_loss` is the papers' formulas, and differentiable by whatever asks for it."""
 
-    ANSWERS = [(loss, None, None) for loss in PRESETS] + [("hcl", *pair) for pair in PAIRS]
-    ANSWERS += [("hcl", thrice, objective) for objective in hardneg.OBJECTIVES]
+    ANSWERS = [(loss, None, None) for loss in oracle.PRESETS]
+    ANSWERS += [("hcl", *pair) for pair in itertools.product([*RULES, thrice, far], OBJECTIVES)]
     SHAPES = {**BATCHES, "v": st.integers(1, 3), "k": st.integers(1, 5)}
     SHAPES |= {"where": st.sampled_from(["batch", "bank", "each"])}
-    DRAWN = {**OPTIONS, "temperature": TEMPERATURES, "normalize": BOOLEANS}
-    DRAWN |= {"hidden": st.just(0) | st.floats(0, 0.8)}
-    DRAWN |= {"masks": st.sampled_from(["", "labels", "positive_index", "labels, positive_index"])}
-    DRAWN |= {"log_weights": st.sampled_from(["", "", "all", "each"])}
-    DRAWN |= {"absolute_margin": st.sampled_from([None, None, 3, 0.4, -0.2])}
-    DRAWN |= {"relative_margin": st.sampled_from([None, None, 0.05, 0.5])}
-    DRAWN |= {"detach_weights": st.sampled_from([None, True, False]), "block_size": BLOCK_SIZES}
-    DRAWN |= {"reduction": st.sampled_from(["mean", "sum", "none"])}
+    MASKS = {"hidden": st.just(0) | st.floats(0, 0.8)}
+    MASKS |= {"masks": st.sampled_from(["", "labels", "positive_index", "labels, positive_index"])}
+    MASKS |= {"log_weights": st.sampled_from(["", "", "all", "each"])}
     # dtype: the error of the loss, and of a gradient that is rounded to the dtype
     ERRORS = {torch.float64: (1e-10, 0), torch.float32: (1e-4, 0)}
     ERRORS |= {torch.float16: (1e-4, 2e-3), torch.bfloat16: (1e-4, 1e-2)}
-    DRAWN |= {"dtype": st.just(torch.float64) | st.sampled_from([*ERRORS])}
+    DTYPES = {"dtype": st.just(torch.float64) | st.sampled_from([*ERRORS]), "data": st.data()}
 
-    def masks(self, random, shape, b, rows, each, hidden, rules, log_weights):
+    def masks(self, random, shape, b, rows, each, hidden, masks, log_weights):
         """Draw who counts; a mask, or weights, of one row are for all anchors."""
         (a, n), drawn = shape, {}
         if hidden:
             mask = random.random((random.choice([1, a]), n)) >= hidden
             drawn["negative_mask"] = mask[0] if len(mask) == 1 else mask
-        if "labels" in rules and not each:
+        if "labels" in masks and not each:
             drawn["labels"] = random.integers(3, size=b + rows)
-        if "positive_index" in rules and rows:
+        if "positive_index" in masks and rows:
             places = random.integers(-1, n, size=(b, random.integers(1, 5)))
             drawn["positive_index"] = places[:, 0] if places.shape[1] == 1 else places
         if log_weights:
@@ -996,28 +973,28 @@ class TestContrastiveLoss:
         return drawn
 
     @pytest.mark.parametrize("loss, weights, objective", ANSWERS)
-    @at_least(16)
-    @given(**SHAPES, **DRAWN)
-    def test_is_the_oracles(self, loss, weights, objective, seed, where, v, b, d, k, **drawn):
-        """Value, gradient, slope in t and statistics, for all that a call may be given at once.
-
-        Any anchor may lose its candidates, by an absolute margin of 3 every one.
-        """
-        answers = [weights or hardneg.PRESETS[loss][0], objective or hardneg.PRESETS[loss][1]]
-        coupled, random, dtype = answers[0] == "transported", rng(seed), drawn.pop("dtype")
-        if drawn["cost"] == "exp":
-            drawn["epsilon"] *= 20  # these costs are up to e⁴
+    @at_least(20)
+    @given(**SHAPES, **MASKS, **DTYPES)
+    def test_is_the_oracles(
+        self, loss, weights, objective, seed, where, v, b, d, k, dtype, data, **rules
+    ):
+        """Value, gradient, slope in t and statistics, for all that a call may be given at once. Any
+        anchor may lose its candidates, by an absolute margin of 3 every one, and `far` may keep
+        none of them."""
+        answers = weights or hardneg.PRESETS[loss][0], objective or hardneg.PRESETS[loss][1]
+        coupled, random = couples(answers[0]), rng(seed)
+        drawn = data.draw(samples_of(*functions_of(*answers), others=OF_CALLS))
         if coupled:
             dtype = torch.float64  # in float32 Sinkhorn stops at 1e-5: see TestExtremes
         rows, each = {"batch": (0, 0), "bank": (k, 0), "each": (b * k, k)}[where]
         a, n = (b, k) if rows else (v * b, v * b)
         x = normal(seed, v * b + rows, d)
-        x = x if drawn["normalize"] else oracle.unit(x)
+        if coupled and not drawn["normalize"]:  # costs are of unit rows
+            x = oracle.unit(x)
         x = torch.tensor(x).to(dtype).double().numpy()
         weight = random.standard_normal(a) if drawn["reduction"] == "none" else np.ones(())
 
-        rules = [drawn.pop(name) for name in ("hidden", "masks", "log_weights")]
-        masks = self.masks(random, (a, n), b, rows, each, *rules)
+        masks = self.masks(random, (a, n), b, rows, each, **rules)
         given = {name: torch.tensor(value) for name, value in masks.items()}
         if "negative_mask" in masks:
             masks["negative_mask"] = np.broadcast_to(masks["negative_mask"], (a, n))
@@ -1035,7 +1012,7 @@ class TestContrastiveLoss:
         def total(inputs, t=t):
             return (by_oracle(inputs, t) * weight).sum()
 
-        views, bank = tensors(x, v, rows, dtype, grad=True, each=each)
+        views, bank = tensors(x, v, rows, dtype, each)
         learned = torch.tensor(t, dtype=torch.float64, requires_grad=True)
         asked = {"temperature": learned, "block_size": block_size, "return_stats": True}
         value, stats = contrastive_loss(*views, **bank, **options | given | asked)
@@ -1068,23 +1045,37 @@ class TestContrastiveLoss:
     }
 
     @pytest.mark.parametrize("loss", EQUATIONS)
-    @given(**SAMPLES, **OPTIONS, temperature=TEMPERATURES, block_size=BLOCK_SIZES)
-    def test_two_views_have_the_printed_equations(self, loss, seed, b, block_size, **drawn):
+    @given(**TWO_VIEWS, data=st.data())
+    def test_two_views_have_the_printed_equations(self, loss, seed, b, data):
         equation, settings = self.EQUATIONS[loss]
         x = normal(3, 40, 5)
         printed = equation(*np.split(oracle.unit(x), 2), **settings)
         close(ours(x, 2, loss=loss, **hardneg.PAPERS[loss])[0], printed, 1e-9)
 
-        drawn["tau_plus"] = drawn["tau_plus"] or 0.0
-        given = {name: drawn[name] for name in hardneg.PAPERS[loss]}
+        given = data.draw(samples_of(others=hardneg.PAPERS[loss]))
+        if "tau_plus" in given:
+            given["tau_plus"] = given["tau_plus"] or 0.0
         settings = settings | given
 
         def of_rows(rows):
             return equation(*np.split(oracle.unit(rows), 2), **settings)
 
         x = normal(seed, 2 * b, 3)
-        found = ours(x, 2, loss=loss, block_size=block_size, **given)
+        found = ours(x, 2, loss=loss, **given)
         same(found, (of_rows(x), oracle.gradient(of_rows, x)), 1e-9 if loss == "ot" else 1e-10)
+
+    @at_least(30)
+    @given(**TWO_VIEWS, pairs=st.integers(0, 3), t=SAMPLES["temperature"])
+    def test_ppcl_has_the_printed_equation(self, seed, b, pairs, t):
+        """[3] Eq. 8 by its sets: a generated anchor has three positives, a real one has one."""
+        real = b - 1
+        assume(pairs + real > 1)
+        labels = [*range(pairs), *range(pairs), *range(pairs, pairs + real)]
+        raw, latents = [*range(len(labels))] * 2, [k if k < pairs else None for k in labels] * 2
+        printed = partial(oracle.ppcl_eq8, raw=raw, latents=latents, temperature=t)
+        x = normal(seed, len(raw), 3)
+        found = ours(x, 2, loss="ppcl", labels=labels, temperature=t)
+        same(found, (printed(x), oracle.gradient(printed, x)), 1e-10)
 
     @pytest.mark.parametrize("loss", PRESETS)
     def test_gradient_of_some_inputs(self, loss):
@@ -1103,6 +1094,17 @@ class TestContrastiveLoss:
             all_close(found, [whole[1][k] for k in wanted], 1e-12)
             with torch.inference_mode():
                 close(contrastive_loss(*leaves[:2], loss=loss, **options), value, 1e-12)
+
+    def test_statistics_are_of_the_first_pairs(self):
+        x, y = embeddings(0, 2, 1000, 4)
+        _, stats = contrastive_loss(x, y, return_stats=True)
+        first = 2**20 // 2000
+        close(stats["positive"], F.cosine_similarity(x, y)[:first].mean(), 1e-12)
+        rows = embeddings(1, 1000, 1100, 4)  # of each anchor's own
+        _, stats = contrastive_loss(x, y, negatives=rows, return_stats=True)
+        first = 2**20 // 1100
+        few = {"negatives": rows[:first], "return_stats": True}
+        all_close(stats.values(), contrastive_loss(x[:first], y[:first], **few)[1].values(), 1e-12)
 
     @pytest.mark.parametrize("block_size", [0, 3])
     def test_changes_in_place_are_detected(self, block_size):
@@ -1136,16 +1138,6 @@ class TestNamedPositives:
         found = contrastive_loss(x, negatives=y, positive_index=index, log_weights=-q.log())
         close(found, F.cross_entropy(wanted, index), 1e-12)
 
-    @pytest.mark.parametrize("name", ["negative_mask", "absolute_margin"])
-    def test_a_batch_that_is_masked_one_way_is_coupled(self, name):
-        """If i may not have j, but j may have i, the steps of Sinkhorn are not symmetric."""
-        x, mask = embeddings(0, 2, 4, 3), torch.ones(8, 8, dtype=torch.bool)
-        mask[[0, 2, 5], [1, 3, 0]] = False
-        value = mask if name == "negative_mask" else -0.1
-        found = contrastive_loss(*x, loss="ot", **{name: value})
-        wanted = oracle.contrastive_loss(*x.numpy(), loss="ot", **{name: np.asarray(value)})
-        close(found, wanted, 1e-10)
-
     def test_log_weights_of_any_size_do_not_mask(self):
         """Nor do they let the anchor's own sample count."""
         x, y = embeddings(1, 2, 4, 3)
@@ -1153,49 +1145,26 @@ class TestNamedPositives:
         value = contrastive_loss(x, y, log_weights=huge, reduction="none")
         close(value[0], huge.new_tensor(5e19), 1e-12)
         close(value[1:], contrastive_loss(x, y, reduction="none")[1:], 1e-12)
+        learned = huge.clone().requires_grad_()  # which get no gradient
+        assert not contrastive_loss(x, y, log_weights=learned).requires_grad
         _, stats = contrastive_loss(x, y, log_weights=huge - 1e25, return_stats=True)
         assert stats["candidates"] == 6
 
-    def test_margins_leave_an_anchor_without_a_positive_its_candidates(self):
-        x, y = embeddings(1, 2, 3, 4)
-        given = {"negatives": y, "positive_index": [0, 1, -1], "absolute_margin": 3.0}
-        _, stats = contrastive_loss(x, **given, return_stats=True)
-        assert stats["candidates"] == 1  # three, where no positive sets a limit, none elsewhere
-
-    @pytest.mark.parametrize("loss", ["simclr", "ppcl"])
-    def test_named_rows_are_positives_beside_labels(self, loss):
-        x, y = embeddings(1, 2, 3, 4)
-        given = {"negatives": y, "positive_index": torch.arange(3), "loss": loss}
-        value = contrastive_loss(x, **given)
-        close(contrastive_loss(x, **given, labels=[0, 1, 2, 3, 4, 5]), value, 1e-12)
-
-    SAID = [("None of . anchors has a candidate", {"labels": [1, 1, 1]})]
-    SAID += [
-        ("None of . anchors has a candidate", {"negative_mask": torch.zeros(3, dtype=torch.bool)})
-    ]
-
-    @pytest.mark.parametrize("said, options", SAID)
-    def test_no_candidate_anywhere_is_said(self, said, options):
-        x, y = embeddings(1, 2, 3, 4)
-        rows = y if "negative_mask" in options else None
-        with pytest.warns(UserWarning, match=said):
-            _, stats = contrastive_loss(x, y, negatives=rows, return_stats=True, **options)
-        assert stats["candidates"] == 0
-        with pytest.warns(UserWarning, match="None of 3 anchors has a positive"):
-            assert contrastive_loss(x, labels=[1, 2, 3]) == 0
-
     @pytest.mark.parametrize("block_size", [0, 1])
-    def test_a_warning_is_said_once_and_of_all_anchors(self, block_size):
+    def test_what_no_anchor_has_is_said_once(self, block_size):
         x, y = embeddings(1, 2, 3, 4)
         mask = torch.zeros(3, 3, dtype=torch.bool)
-        mask[2, 0] = True  # one candidate in all
-        given = {"negatives": y, "block_size": block_size}
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            contrastive_loss(x, y, negative_mask=mask, **given)
-            assert not said
-            contrastive_loss(x, y, negative_mask=mask & False, return_stats=True, **given)
-            assert len(said) == 1
+        one, more = mask.clone(), {"return_stats": True, "block_size": block_size}
+        one[2, 0] = True  # one candidate in all
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            contrastive_loss(x, y, negatives=y, negative_mask=one, block_size=block_size)
+        for options in ({"labels": [1, 1, 1]}, {"negatives": y, "negative_mask": mask}):
+            with pytest.warns(UserWarning, match="^None of . anchors has a candidate") as said:
+                _, stats = contrastive_loss(x, y, **options, **more)
+            assert len(said) == 1 and stats["candidates"] == 0
+        with pytest.warns(UserWarning, match="^None of 3 anchors has a positive"):
+            assert contrastive_loss(x, labels=[1, 2, 3], block_size=block_size) == 0
 
     def test_rows_of_the_second_view_need_an_index(self):
         x, y = embeddings(1, 2, 3, 4)
@@ -1211,11 +1180,9 @@ class TestNamedPositives:
             contrastive_loss(x, y, negatives=y, labels=[0, 1, 2, 0, 1, 2])
 
     def test_one_view_needs_names(self):
-        with pytest.raises(
-            hardneg.InvalidArgument, match="or one with labels=, or one with negatives="
-        ):
+        with refused("one with labels=, or one with negatives="):
             contrastive_loss(torch.ones(3, 2))
-        with pytest.raises(hardneg.InvalidArgument, match="^log_weights has NaN or inf"):
+        with refused("^log_weights has NaN or inf"):
             contrastive_loss(*embeddings(1, 2, 3, 4), log_weights=torch.ones(6).log() / 0)
 
     def test_a_matrix_of_the_whole_batch_in_blocks(self):
@@ -1231,85 +1198,67 @@ class TestNamedPositives:
 class TestFunctions:
     """Own functions may be the `weights`, the `objective` or both: `weigh` takes them."""
 
-    DRAWN = {"v": st.integers(2, 3), "k": st.sampled_from([0, 4]), "t": st.floats(0.2, 1)}
-    DRAWN |= {"objective": st.sampled_from([*hardneg.OBJECTIVES]), "block_size": BLOCK_SIZES}
-
     @pytest.mark.parametrize("tau_plus", [0.0, 0.3])
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    def test_an_anchor_whose_candidates_all_drop_has_no_negatives(self, objective, tau_plus):
-        shapes = []
+    def test_an_anchor_may_keep_no_candidate(self, monkeypatch, objective, tau_plus):
+        """Then it has no negatives, and ess leaves it out. N_i still counts who could be one."""
+        shapes = set()
 
         def drops_the_first_row(logits):
-            shapes.append(tuple(logits.shape))
+            shapes.add(tuple(logits.shape))
             first = torch.arange(len(logits))[:, None] == 0
-            return torch.zeros_like(logits).masked_fill(first, -INF)
+            return hardneg.uniform(logits).masked_fill(first, hardneg.MASKED)
 
         x = embeddings(1, 10, 4).requires_grad_()
         mask = torch.ones(10, 10, dtype=torch.bool)
         mask[0] = False
         options = {"objective": objective, "reduction": "none", "tau_plus": tau_plus}
-        found = contrastive_loss(*x.chunk(5), weights=drops_the_first_row, **options)
-        wanted = contrastive_loss(*x.chunk(5), negative_mask=mask, **options)
-        close(found, wanted, 1e-12)
-        close(with_slope(found.sum(), x)[1], with_slope(wanted.sum(), x)[1], 1e-12)
-        is_debiased = tau_plus > 0 and objective not in ("simple", "triplet")
-        assert shapes == [(10, 10), (10, 4)][: 1 + is_debiased]  # positives for debiasing alone
+        loss = partial(contrastive_loss, *x.chunk(5), return_stats=True, **options)
+        wanted, figures = loss(negative_mask=mask)
+        replace(monkeypatch, "top", drops_the_first_row)  # whose mean is any, too
+        for weights in (drops_the_first_row, "top"):
+            found, stats = loss(weights=weights)
+            same(with_slope(found, x), with_slope(wanted, x), 1e-12)
+            for name in ("clamped", "ess", "positive"):
+                close(stats[name], figures[name], 1e-12)
+            assert (stats["candidates"], figures["candidates"]) == (5, 4.5)
+        takes = hardneg.takes(hardneg.OBJECTIVES[objective][0])
+        is_debiased = tau_plus > 0 and "log_negatives" in takes  # and weighs positives
+        assert shapes == ({(10, 10), (10, 4)} if is_debiased else {(10, 10)})
+        assert loss(weights=lambda s: s.new_full(s.shape, -INF))[1]["ess"].isnan()
 
-    @pytest.mark.parametrize("weights", ["uniform", "tilted", "hardest", "top"])
+    @pytest.mark.parametrize("weights", [name for name in hardneg.WEIGHTS if not couples(name)])
     @at_least(20)
-    @given(**SEEDS, **DRAWN, detach_weights=BOOLEANS)
-    def test_are_as_named_ones(self, weights, objective, seed, v, k, t, **options):
-        x, options = normal(seed, 4 * v + k, 3), {"temperature": t, "tau_plus": 0.0} | options
+    @given(**SEEDS, v=st.integers(2, 3), k=st.sampled_from([0, 4]), data=st.data())
+    def test_are_as_named_ones(self, weights, seed, v, k, data):
+        x, objective = normal(seed, 4 * v + k, 3), data.draw(SAMPLES["objective"])
+        of_call = "temperature", "block_size", "detach_weights"
+        rule, judgement = functions_of(weights, objective)
+        of_rule, of_objective = (data.draw(samples_of(f)) for f in (rule, judgement))
+        options = data.draw(samples_of(others=of_call)) | {"tau_plus": 0.0}
+        t = options["temperature"]
 
         def own_weigh(logits):
-            return log_weights(weights, logits, **WEIGHT_OPTIONS[weights])
+            return log_weights(weights, logits, **of_rule)
 
         def own_judge(pos, neg, log_w):
-            scale = t if objective in ("simple", "triplet") else 1.0
-            return judge(objective, scale * pos, scale * neg, log_w)
+            return judge(objective, pos, neg, log_w, t, **of_objective)
 
-        named = {**options, **WEIGHT_OPTIONS[weights], "weights": weights, "objective": objective}
+        named = {"weights": weights, "objective": objective}
+        named |= options | of_rule | of_objective
         wanted = ours(x, v, k, **named | {"block_size": 0})
         for own in ({"weights": own_weigh}, {"objective": own_judge}):
             same(ours(x, v, k, **named | own), wanted, 1e-10)
 
-    def test_have_no_slope_in_what_is_masked(self):
-        def judge(pos, neg, log_w):
-            return torch.logsumexp(neg + log_w, 1)
-
-        x, y = embeddings(1, 2, 3, 4).requires_grad_()
-        loss = contrastive_loss(x, y, weights="tilted", objective=judge, labels=[0] * 3)
-        assert torch.autograd.grad(loss, x)[0].abs().max() == 0
-        of_neg = [lambda pos, neg, log_w: neg.amax(1), lambda pos, neg, log_w: neg.logsumexp(1)]
-        close(*[contrastive_loss(x, y, weights="hardest", objective=f) for f in of_neg], 1e-12)
-
-    @pytest.mark.parametrize("part", ["weights", "objective", "tilted"])
-    @pytest.mark.parametrize("reduction", ["mean", "none"])
-    def test_may_have_parameters(self, part, reduction, monkeypatch):
-        x = embeddings(1, 2, 6, 3)
-        learned = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
-
-        def function(*logits):
-            if part == "objective":
-                return learned * torch.cat(logits[:2], 1).logsumexp(1)
-            return learned * logits[0]
-
-        replace(monkeypatch, "tilted", lambda logits, beta: function(logits))
-        given = {"weights": "tilted"} if part == "tilted" else {part: function}
-        slopes = []
-        for size in (0, 4):
-            value = contrastive_loss(*x, **given, reduction=reduction, block_size=size)
-            slopes += torch.autograd.grad(value.sum(), learned)
-        close(*slopes, 1e-12)
-
-    LEARNED = {"part": st.sampled_from(["weights", "objective"]), "size": st.integers(1, 13)}
-    LEARNED |= {"kind": st.sampled_from(["leaf", "computed", "module"])}
-    LEARNED |= {"reduction": st.sampled_from(["mean", "sum", "none"]), "least": st.floats(-10, 10)}
+    LEARNED = {"part": st.sampled_from(["weights", "objective", "tilted"])}
+    LEARNED |= {"kind": st.sampled_from(["leaf", "computed", "module"]), "size": st.integers(1, 13)}
+    LEARNED |= {"reduction": SAMPLES["reduction"], "least": st.floats(-10, 10)}
 
     @at_least(40)
     @given(**SEEDS, **LEARNED)
     def test_parameters_may_enter_any_anchors(self, seed, part, size, kind, reduction, least):
-        """Those with a logit above `least`; a block of others knows nothing of the parameters."""
+        """Those with a logit above `least`; a block of others knows nothing of the parameters. So
+        may those of a row of rules that was edited."""
         x = embeddings(seed, 2, 6, 3).requires_grad_()
         torch.manual_seed(seed)
         module = nn.Linear(1, 1).double()
@@ -1324,16 +1273,19 @@ class TestFunctions:
             chosen = logits.amax(1) > least
             if chosen.any():
                 logits = torch.where(chosen[:, None], learned(logits), logits)
-            if part == "weights":
-                return logits
-            return logits.logsumexp(1) + others[0].logsumexp(1)
+            if part == "objective":
+                return logits.logsumexp(1) + others[0].logsumexp(1)
+            return logits
 
         found, inputs = [], [x, module.weight, module.bias]
+        given = {"weights": "tilted"} if part == "tilted" else {part: function}
         for block_size in (0, size):
-            options = {part: function, "reduction": reduction, "block_size": block_size}
-            value = contrastive_loss(*x, **options)
-            value = (value * embeddings(1, *value.shape)).sum()
-            gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
+            with pytest.MonkeyPatch.context() as patch:
+                replace(patch, "tilted", lambda logits: function(logits))
+                options = given | {"reduction": reduction, "block_size": block_size}
+                value = contrastive_loss(*x, **options)
+                value = (value * embeddings(1, *value.shape)).sum()
+                gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
             found.append([0 * x if y is None else y for y in (value.detach(), *gradients)])
         all_close(*found, 1e-12)
 
@@ -1348,34 +1300,25 @@ class TestFunctions:
         value, slope = with_slope(loss, t)
         close(slope * t, -value, 1e-12)  # of the same draw
 
-    RULES = [torch.neg, lambda s: s.clamp_min(-1e15).square(), lambda s: -torch.log(1 + (-s).exp())]
+    FUNCTIONS = [torch.neg, lambda s: s.clamp_min(-1e15).square()]
+    FUNCTIONS += [lambda s: -torch.log(1 + (-s).exp())]
 
     @pytest.mark.parametrize("objective", ["nce", "decoupled", "own"])
     @pytest.mark.parametrize("tau_plus", [0.0, 0.1])
-    @pytest.mark.parametrize("function", RULES)
+    @pytest.mark.parametrize("function", FUNCTIONS)
     def test_do_not_count_for_anchors_without_candidates(self, objective, tau_plus, function):
         def judge(pos, neg, log_w):
-            return (neg != -1e30).double().sum(1) + 0 * pos.sum(1)  # the row that says so
+            assert (neg == -1e30).all()  # the row that says so
+            return (neg + log_w).logsumexp(1) + 0 * pos.sum(1)
 
         x, y = embeddings(2, 2, 4, 3).requires_grad_()
         options = {"weights": function, "objective": judge if objective == "own" else objective}
         loss = contrastive_loss(x, y, labels=[0] * 4, tau_plus=tau_plus, **options)
-        assert loss == 0 and torch.autograd.grad(loss, x)[0].abs().max() == 0
-
-
-class TestStatistics:
-    """`return_stats` describes the first pairs: clamped, ess, positive and negative."""
-
-    def test_are_of_the_first_pairs(self):
-        x, y = embeddings(0, 2, 1000, 4)
-        _, stats = contrastive_loss(x, y, return_stats=True)
-        first = 2**20 // 2000
-        close(stats["positive"], F.cosine_similarity(x, y)[:first].mean(), 1e-12)
-        rows = embeddings(1, 1000, 1100, 4)  # of each anchor's own
-        _, stats = contrastive_loss(x, y, negatives=rows, return_stats=True)
-        first = 2**20 // 1100
-        few = {"negatives": rows[:first], "return_stats": True}
-        all_close(stats.values(), contrastive_loss(x[:first], y[:first], **few)[1].values(), 1e-12)
+        assert objective == "own" or loss == 0
+        assert torch.autograd.grad(loss, x)[0].abs().max() == 0
+        # to an objective, what the rule drops is masked, too
+        of_neg = [lambda pos, neg, log_w: neg.amax(1), lambda pos, neg, log_w: neg.logsumexp(1)]
+        close(*[contrastive_loss(x, y, weights="hardest", objective=f) for f in of_neg], 1e-12)
 
 
 class TestContrastiveLossModule:
@@ -1384,9 +1327,7 @@ class TestContrastiveLossModule:
     def test_options(self):
         x, y = embeddings(3, 2, 4, 3)
         for call in (partial(contrastive_loss, x, y), hardneg.ContrastiveLoss):
-            with pytest.raises(
-                TypeError, match="^there is no option 'temprature'; did you mean 'temperature'"
-            ):
+            with pytest.raises(TypeError, match="^there is no option 'temprat.*mean 'temperature'"):
                 call(temprature=0.1)
         module = hardneg.ContrastiveLoss("hcl", beta=2.0, temperature=0.3)
         for options in ({}, {"beta": 0.5}, {"temperature": 0.1}):
@@ -1426,11 +1367,60 @@ class TestContrastiveLossModule:
         want = contrastive_loss(x, y, loss="hcl", temperature=module.temperature.item())
         close(module(x, y), want, 1e-12)
 
+    def test_its_repr_is_the_call_that_makes_it(self):
+        """A function of the user's shows its name. A module of the user's is shown by torch."""
+        given = {"temperature": 0.3, "cost": "exp", "detach_weights": False}
+        module = hardneg.ContrastiveLoss("ot", **given)
+        words = 'ContrastiveLoss("ot", temperature=0.3, cost="exp", detach_weights=False)'
+        assert repr(module) == words
+        assert eval(words, {"ContrastiveLoss": hardneg.ContrastiveLoss}).given == module.given
+        learned = nn.Parameter(torch.tensor(0.07))
+        module = hardneg.ContrastiveLoss(weights=F.relu, temperature=learned)
+        assert repr(module) == 'ContrastiveLoss("simclr", weights=relu, temperature=0.07)'
+        module = hardneg.ContrastiveLoss("hcl", objective=nn.Identity(), beta=2.0)
+        words = 'ContrastiveLoss(\n  "hcl", beta=2.0\n  (objective): Identity()\n)'
+        assert repr(module) == words
+
+    TYPED = """
+import torch
+from hardneg import ContrastiveLoss, contrastive_loss
+
+x, t = torch.zeros(2, 3), torch.tensor(0.1)
+ContrastiveLoss("hcl", beta="x")  # wrong
+ContrastiveLoss("hcl", betta=1.0)  # wrong
+ContrastiveLoss(3)  # wrong
+contrastive_loss(x, x, loss="hcl", beta="x")  # wrong
+contrastive_loss(x, x, loss="hcl", betta=1.0)  # wrong
+contrastive_loss(x, x, loss=3)  # wrong
+contrastive_loss(x, x, temperature="warm")  # wrong
+ContrastiveLoss("hcl", temperature=torch.nn.Parameter(t), weights=torch.nn.Identity())
+ContrastiveLoss(weights=torch.square, objective=lambda pos, neg, log_w: neg.sum(1) - pos.sum(1))
+contrastive_loss(x, x, loss="hcl", weights="top", objective="nce", temperature=t, tau_plus=0.1,
+                 beta=1, alpha=0.1, epsilon=1.0, cost="exp", margin=0.1, absolute_margin=0.1,
+                 relative_margin=None, normalize=True, detach_weights=False, reduction="none",
+                 block_size=4, negatives=x, labels=x[:, 0], return_stats=True)
+"""
+
+    def test_a_type_checker_finds_wrong_options(self, tmp_path):
+        pytest.importorskip("mypy", reason="mypy is not installed")
+        assert all(f"{name}=" in self.TYPED for name in hardneg.DEFAULTS)
+        (tmp_path / "calls.py").write_text(self.TYPED)
+        words = "-m mypy --strict --allow-untyped-calls calls.py".split()
+        told = ALONE | {"MYPYPATH": f"{HERE}"}
+        run = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=told, capture_output=True, text=True
+        )
+        lines = enumerate(self.TYPED.splitlines(), 1)
+        wrong = [line for line, text in lines if text.endswith("# wrong")]
+        found = re.findall(r"calls.py:(\d+): error", run.stdout)
+        assert list(map(int, found)) == wrong, run.stdout + run.stderr
+
 
 class TestExtremes:
     """Degenerate batches, extreme options, half precision and autocast: finite and accurate."""
 
-    WIDE = {"temperature": ends_of(0.005, 10), "alpha": ends_of(1e-6, 1), "block_size": BLOCK_SIZES}
+    WIDE = {name: SAMPLES[name] for name in sorted({*OF_ROWS, "block_size"})}
+    WIDE |= {"temperature": ends_of(0.005, 10), "alpha": ends_of(1e-6, 1)}
     WIDE |= {"beta": ends_of(0, 100) | st.just(1e8), "epsilon": ends_of(0.005, 100)}
     WIDE |= {"tau_plus": ends_of(1e-6, 0.99), "dtype": st.sampled_from(FLOATS[:2])}
 
@@ -1443,7 +1433,8 @@ class TestExtremes:
         options |= {"loss": loss, "weights": weights[0] if weights else None}
         assert finite(*ours(x, 2, **options))
         ties = kind in ("all equal", "two points", "one dimension")  # rounding breaks them
-        if not ties or loss not in ("hard", "hard-simple", "triplet"):
+        rule = hardneg.WEIGHTS[hardneg.PRESETS[loss][0]][0]
+        if not ties or "candidates" not in hardneg.takes(rule):
             want = oracle.contrastive_loss(*np.split(x, 2), loss=loss)
             close(ours(x, 2, loss=loss)[0], want, 1e-10)
 
@@ -1480,13 +1471,21 @@ class TestExtremes:
         all_close(found[3], found[1], 1e-6)
 
     @pytest.mark.parametrize("block_size", [0, 4])
-    def test_a_learned_temperature_may_have_16_bits(self, block_size):
+    def test_a_learned_temperature_may_have_16_bits_and_one_entry(self, block_size):
         views, slopes = embeddings(1, 2, 200, 3).float(), []
-        for dtype in (torch.float16, torch.float32):
-            t = nn.Parameter(torch.tensor(0.0625, dtype=dtype))
-            contrastive_loss(*views, temperature=t, block_size=block_size).backward()
-            slopes.append(t.grad)
-        assert slopes[0].dtype == torch.float16 and abs(slopes[0].float() / slopes[1] - 1) < 1e-3
+        for t in (torch.tensor([0.0625], dtype=torch.float16), torch.tensor(0.0625)):
+            loss = contrastive_loss(*views, temperature=t.requires_grad_(), block_size=block_size)
+            close(loss, contrastive_loss(*views, temperature=0.0625), 1e-6)
+            slopes += torch.autograd.grad(loss, t)
+            assert (slopes[-1].dtype, slopes[-1].shape) == (t.dtype, t.shape)
+        assert abs(slopes[0].float() / slopes[1] - 1) < 1e-3
+
+    def test_epsilon_beyond_the_dtype(self):
+        """t/ε underflows while the potentials still count."""
+        x, labels = normal(9, 16, 4), [0, 1, 0, 2, 3, 0, 1, 4]
+        options = {"loss": "ot", "labels": labels, "epsilon": 1e9}
+        wanted = oracle.contrastive_loss(*np.split(x, 2), **options)
+        close(ours(x, 2, dtype=torch.float32, **options)[0], wanted, 1e-5)
 
 
 class TestLimits:
@@ -1507,7 +1506,7 @@ class TestLimits:
         x = normal(seed, v * b, d)
         same(ours(x, v, **options), ours(x, v, **other), 1e-11)
 
-    @given(**SAMPLES, more=st.integers(1, 3))
+    @given(**TWO_VIEWS, more=st.integers(1, 3))
     def test_large_epsilon_is_not_uniform_in_a_bank_with_own_rows(self, seed, b, more):
         """Uniform weights would give too much mass to the rows that every anchor may use."""
         allowed = np.arange(b)[:, None] != np.arange(b + more)
@@ -1517,22 +1516,19 @@ class TestLimits:
         close(weights, widest * b * (b + more - 1), 1e-6)
         assert (weights[:, :b][allowed[:, :b]] > 1.01).all() and (weights[:, b:] < 0.99).all()
 
-    @given(**SAMPLES, d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
+    @given(**TWO_VIEWS, d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
     def test_hard_at_high_temperature_is_hard_simple(self, seed, b, d, alpha):
         x, t = normal(seed, 2 * b, d), 1e3
         kept = max(1, math.ceil(round(alpha * 2 * (b - 1), 9)))
-        hard, flat = (
-            ours(x, 2, loss=loss, alpha=alpha, temperature=t) for loss in ("hard", "hard-simple")
-        )
+        losses = "hard", "hard-simple"
+        hard, flat = (ours(x, 2, loss=loss, alpha=alpha, temperature=t) for loss in losses)
         close(hard[0], math.log(1 + kept) + kept / (1 + kept) / t * flat[0], 2 / t**2)
         close(t * hard[1], kept / (1 + kept) * flat[1], 10 / t)
 
     @given(**SEEDS, a=st.integers(2, 4), n=st.integers(4, 6))
     def test_small_epsilon_is_optimal_transport(self, a, n, seed):
-        """The entropic coupling costs at most ε log N more.
-
-        Its relative entropy is at most log N.
-        """
+        """The entropic coupling costs at most ε log N more. Its relative entropy is at most log
+        N."""
         cost = rng(seed).uniform(0, 2, (a, n))
         kernel = torch.tensor(-cost / 0.05)
         f, g, error = couple(kernel, tolerance=1e-5)
@@ -1543,12 +1539,10 @@ class TestLimits:
             close(cost[linear_sum_assignment(cost)].mean(), least, 1e-9)
         assert least - slack <= spent <= least + 0.05 * math.log(n) + slack
 
-    @given(**SAMPLES, t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
+    @given(**TWO_VIEWS, t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
     def test_high_temperature(self, seed, b, t, classes):
-        """τ² (L − first order) is within R³ / (36 √3 τ) of Var/2.
-
-        A third cumulant is at most R³ / (6 √3).
-        """
+        """τ² (L − first order) is within R³ / (36 √3 τ) of Var/2. A third cumulant is at most R³ /
+        (6 √3)."""
         (x, y), labels = normal(seed, 2, b, 3), rng(seed).integers(classes, size=b)
         pos, neg = similarities(x, y, labels)
         views = map(torch.tensor, (x, y))
@@ -1562,7 +1556,7 @@ class TestLimits:
             most = np.ptp(s) ** 3 / (36 * math.sqrt(3) * t)
             assert abs(scaled[i] - s.var() / 2) <= most + 1e-14 * t**2
 
-    @given(**SAMPLES, t=st.floats(1e-3, 10), classes=st.sampled_from([2, 100]))
+    @given(**TWO_VIEWS, t=st.floats(1e-3, 10), classes=st.sampled_from([2, 100]))
     def test_low_temperature(self, seed, b, t, classes):
         """0 ≤ τ L − max(0, max_j s_j − s⁺) ≤ τ log(1 + N), attained by equal similarities."""
         (x, y), labels = normal(seed, 2, b, 3), rng(seed).integers(classes, size=b)
@@ -1632,9 +1626,18 @@ class TestMine:
         assert torch.equal(scores == -INF, found < 0)
         close(got, np.take_along_axis(cosines, want, 1), 1e-6)
 
+    @given(**MATRICES, k=st.integers(1, 7))
+    def test_without_normalize_it_is_by_inner_products(self, seed, a, n, k):
+        queries, documents = embeddings(seed, a, 3), 3 * embeddings(seed + 1, n, 3)
+        given = {"positives": torch.full((a,), -1), "scores": True, "normalize": False}
+        found, scores = hardneg.mine(queries, documents, k, **given)
+        wanted = (queries @ documents.T).sort(1, descending=True)
+        close(scores[:, :n], wanted.values[:, :k], 1e-12)
+        assert torch.equal(found[:, :n], wanted.indices[:, :k])
+        assert (found[:, n:] == -1).all() and (scores[:, n:] == -INF).all()
+
     def test_all_others_and_none(self):
         x = torch.eye(4)
-        assert [sorted(row) for row in hardneg.mine(x, x, 3).tolist()][0] == [1, 2, 3]
         assert sorted(hardneg.mine(x, x, 9).tolist()[0]) == [-1] * 6 + [1, 2, 3]
         for none in ({"labels": torch.zeros(4)}, {"absolute_margin": 2.0}, {"skip": 3}):
             assert (hardneg.mine(x, x, 2, **none) == -1).all()
@@ -1646,31 +1649,23 @@ class TestMine:
     WRONG += [("documents", torch.eye(4)[:, :3]), ("documents", torch.eye(4) * INF)]
     WRONG += [("labels", torch.ones(8)), ("positives", torch.zeros(3, 2).long())]
     WRONG += [("positives", [0, 1, 2, place]) for place in (-2, 4)]
+    WRONG += [("absolute_margin", math.nan), ("relative_margin", math.nan)]
 
     @pytest.mark.parametrize("name, value", WRONG)
     def test_wrong_arguments(self, name, value):
         usual = {"queries": torch.eye(4), "documents": torch.eye(4), "k": 1}
-        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} (is|has) "):
+        with refused(f"^{name} (is|has) "):
             hardneg.mine(**usual | {name: value})
 
-    def test_lists_and_two_dtypes(self):
-        x, y = embeddings(1, 2, 9, 4)
-        places, labels = list(range(9)), [0, 1, 2] * 3
-        found = hardneg.mine(x.float(), y, 3, positives=places, labels=labels)
-        wanted = hardneg.mine(x, y, 3, labels=torch.tensor(labels))
-        assert torch.equal(found, wanted)
-
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
-    def test_rows_are_any_whole_numbers(self, dtype):
+    @pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.int32, None])
+    def test_rows_are_any_whole_numbers(self, kind):
+        """Or a list, as labels are; queries and documents may have two dtypes."""
         x, y = embeddings(1, 2, 4, 3)
-        rows = torch.tensor([2, 0, 3, 1])
-        found = hardneg.mine(x, y, 2, positives=rows.to(dtype))
-        assert torch.equal(found, hardneg.mine(x, y, 2, positives=rows))
-
-    @pytest.mark.parametrize("name", ["absolute_margin", "relative_margin"])
-    def test_a_margin_is_a_number(self, name):
-        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is nan"):
-            hardneg.mine(*embeddings(1, 2, 4, 3), 2, **{name: math.nan})
+        rows, labels = torch.tensor([2, 0, 3, 1]), [0, 1, 2, 0]
+        wanted = hardneg.mine(x, y, 2, positives=rows, labels=torch.tensor(labels))
+        positives = rows.to(kind) if kind else rows.tolist()
+        found = hardneg.mine(x.float(), y, 2, positives=positives, labels=labels)
+        assert torch.equal(found, wanted)
 
 
 class TestDraw:
@@ -1698,7 +1693,7 @@ class TestDraw:
     def test_what_is_masked_has_no_weight(self, beta):
         log_w = hardneg.tilted(torch.tensor([[1.0, 2.0, hardneg.MASKED]]), beta)
         assert hardneg.draw(log_w, 2).sort().values.tolist() == [[0, 1]]
-        with pytest.raises(hardneg.InvalidArgument, match="^k is 3, but a row of log_w has 2"):
+        with refused("^k is 3, but a row of log_w has 2"):
             hardneg.draw(log_w, 3)
 
     @given(**MATRICES)
@@ -1713,51 +1708,35 @@ class TestDraw:
         assert all(len(set(row)) == k for row in index.tolist())
         assert torch.equal(hardneg.draw(log_w, k, seeded(3)), index)
 
-    def test_indices_are_no_log_weights(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^log_w is torch.int64"):
-            hardneg.draw(torch.zeros(2, 3).long(), 1)
-
     TOO_FEW = [([0, -INF, 0], 3), ([-INF] * 3, 1), ([0, 0, 0], 4), ([0, 0, 0], 0)]
 
     @pytest.mark.parametrize("row, k", [*TOO_FEW, ([0, math.nan, 0], 1)])
-    def test_too_few_candidates(self, row, k):
-        with pytest.raises(ValueError, match="^log_w has NaN" if math.nan in row else "^k is "):
+    def test_wrong_arguments(self, row, k):
+        with refused("^log_w has NaN" if math.nan in row else "^k is "):
             hardneg.draw(torch.tensor([[0.0] * 3, row]), k)
+        with refused("^log_w is torch.int64"):  # as indices are
+            hardneg.draw(torch.zeros(2, 3).long(), 1)
 
 
 # ---- Section 8: checks
 class TestInvalidArguments:
     """An `InvalidArgument` names the argument, of `Options` or a tensor; NaN never passes."""
 
-    VALUES = {
-        "loss": ["infonce", ["hcl"]],
-        "weights": ["heavy", torch.ones(2)],
-        "objective": ["contrast", 1],
-        "cost": ["cosine", max],
-        "absolute_margin": [INF, *NO_NUMBERS],
-        "relative_margin": [INF, *NO_NUMBERS],
-        "reduction": ["max"],
-        "block_size": [-1, 1.5],
-        "tau_plus": [-0.1, 1.0, 2, *NO_NUMBERS],
-        "temperature": [0, -1.0, INF, torch.tensor(-0.5), *NO_NUMBERS],
-        "beta": [-1, 3e8, INF, *NO_NUMBERS],
-        "margin": [-1, INF, *NO_NUMBERS],
-        "alpha": [0, 1.1, *NO_NUMBERS],
-        "epsilon": [0, -1, INF, *NO_NUMBERS],
-    }
-
-    @pytest.mark.parametrize("name, values", VALUES.items())
-    def test_options(self, name, values):
-        assert issubclass(hardneg.InvalidArgument, ValueError)
-        x = embeddings(1, 4, 3)
-        for value in values:
-            option = {name: value}
-            module, message = hardneg.ContrastiveLoss("ot"), rf"^{name} is .*it must be"
-            ready = [partial(call, x, x) for call in (contrastive_loss, module)]
-            for call in (*ready, hardneg.ContrastiveLoss):
-                with pytest.raises(hardneg.InvalidArgument, match=message) as caught:
-                    call(**option)
-                assert torch.is_tensor(value) or str(value) in str(caught.value)
+    @pytest.mark.parametrize("name", hardneg.ALLOWED)
+    def test_options(self, name):
+        allowed, x = hardneg.ALLOWED[name], embeddings(1, 4, 3)
+        wrong = ["heavy", ["hcl"], 1, torch.ones(2)]  # instead of one of some names
+        if isinstance(allowed, list):
+            low, high = allowed
+            wrong = [low - 1, math.nextafter(low, -INF), math.nextafter(high, INF), high + 1]
+            wrong += [INF, -INF, math.nan, "0.5", torch.ones(2), torch.tensor(low - 1)]
+            wrong += [1.5] if isinstance(high, int) else []
+        module, message = hardneg.ContrastiveLoss("ot"), rf"^{name} is .*it must be"
+        ready = [partial(call, x, x) for call in (contrastive_loss, module)]
+        for value, call in itertools.product(wrong, (*ready, hardneg.ContrastiveLoss)):
+            with refused(message) as caught:
+                call(**{name: value})
+            assert torch.is_tensor(value) or str(value) in str(caught.value)
 
     SHAPES = [[], [(4, 3)], [(4, 3), (5, 3)], [(4, 3), (4, 2)]]
     SHAPES += [[shape] * 2 for shape in ((0, 3), (4,), (4, 3, 1), (3, 0))]
@@ -1780,52 +1759,40 @@ class TestInvalidArguments:
     SIZES = [(2, 4), (3,), (0, 3), (3, 2, 3), (4, 2, 2), (4, 0, 3), (1, 4, 2, 3)]
     WRONG += [("negatives", torch.ones(size), ()) for size in SIZES]
     WRONG += [("negatives", x, ()) for x in ([[1.0] * 3], torch.ones(2, 3).long())]
-    INDICES = [
-        [0, 1, 2],
-        [0, 1, 2, 5],
-        [0, -2, 0, 0],
-        [[0, 1], [2, 5], [0, 1], [2, 3]],
-        [0.0, 1.0, 2.0, 3.0],
-        [True, False] * 2,
-    ]
+    INDICES = [[0, 1, 2], [0, 1, 2, 5], [0, -2, 0, 0], [[0, 1], [2, 5], [0, 1], [2, 3]]]
+    INDICES += [[0.0, 1.0, 2.0, 3.0], [True, False] * 2]
     WRONG += [("positive_index", index, (5,)) for index in INDICES]
-    WRONG += [
-        ("positive_index", [0, 1, 2, 0], (4, 2)),
-        ("log_weights", torch.ones(4, 7), ()),
-        ("log_weights", torch.ones(8).long(), ()),
-        ("log_weights", torch.ones(8) * INF, ()),
-    ]
-    WRONG += [("positive_index", [0, 1, 2, 3], ())]
+    WRONG += [("positive_index", [0, 1, 2, 0], (4, 2)), ("positive_index", [0, 1, 2, 3], ())]
+    WRONG += [("log_weights", torch.ones(4, 7), ()), ("log_weights", torch.ones(8).long(), ())]
+    WRONG += [("log_weights", torch.ones(8) * INF, ()), ("negative_mask", torch.ones(8, 8), ())]
     WRONG += [("negative_mask", torch.ones(4, 8).bool(), k) for k in ((), (7,), (4, 2))]
     WRONG += [("group", "world", ()), ("group", True, ())]
 
     SAID = [  # argument, its value, rows given; what the error says
-        (
-            "labels",
-            torch.zeros(4),
-            (2,),
-            "it must be a tensor (6) for 4 samples and 2 rows of negatives",
-        ),
-        (
-            "labels",
-            torch.zeros(4),
-            (4, 2),
-            "With negatives (B, K, D) anchors share no candidates. So labels must",
-        ),
+        ("labels", torch.zeros(4), (2,), "a tensor (6) for 4 samples and 2 rows of negatives"),
+        ("labels", torch.zeros(4), (4, 2), "share no candidates. So labels must"),
         ("positive_index", [0, 1, 2, 5], (5,), "has rows from 0 to 5. It can have −1 to 4"),
         ("positive_index", [0, 1, 2, 3], (), "names rows of negatives, but there are none"),
         ("temperature", torch.ones(2), (), "it must be a number from 1e-06 to 1000000"),
+        ("tau_plus", 1.0, (), "is 1.0; it must be a number from 0 to 0.999"),
         ("alpha", 1.1, (), "is 1.1; it must be a number from 1e-09 to 1"),
+        ("beta", -1, (), "is -1; it must be a number from 0 to 100000000"),
+        ("epsilon", 0, (), "is 0; it must be a number from 1e-09 to 1e+09"),
+        ("margin", INF, (), "is inf; it must be a number from 0 to 1e+09"),
+        ("absolute_margin", INF, (), "is inf; it must be a number from -9 to 9"),
+        ("relative_margin", INF, (), "is inf; it must be a number from -9 to 9"),
+        ("block_size", 1.5, (), "is 1.5; it must be a whole number from 0 to "),
+        ("cost", "cosine", (), "is 'cosine'; it must be one of sqeuclidean, exp"),
+        ("loss", "infonce", (), "; it must be one of simclr, "),
+        *[(name, value, k, f"{name} ") for name, value, k in WRONG],
     ]
 
     NOTHING = "x", b"x", object(), [], {}, {1}, (), ["a", "b", "c", "d"], [[1], [1, 2]], 1j
     NOTHING += (math.nan, -INF, np.ones(3), torch.ones(0), torch.ones(2, 2, 2), torch.ones(7))
     NOTHING += (torch.tensor([1j] * 4), lambda: 0, slice(3), Mock)
-    NAMES = {*hardneg.DEFAULTS, "negatives", "positive_index", "negative_mask", "log_weights"}
-    NAMES |= {"labels", "group"}
-    NAMES -= {"normalize", "detach_weights", "block_size"}
+    TENSORS = contrastive_loss.__kwdefaults__.keys() - {"return_stats"}
 
-    @pytest.mark.parametrize("name", sorted(NAMES))
+    @pytest.mark.parametrize("name", sorted({*hardneg.DEFAULTS, *TENSORS}))
     def test_twenty_wrong_things_are_named(self, name):
         """Each error says which argument is wrong, and none comes from inside torch."""
         assert len(self.NOTHING) == 20
@@ -1836,48 +1803,39 @@ class TestInvalidArguments:
                 continue  # which may do as it likes
             if torch.is_tensor(thing) and thing.shape == (4,) and name == "labels":
                 continue  # complex numbers are equal or not, as others
-            with pytest.raises(hardneg.InvalidArgument, match=rf"\b{name}\b"):
+            with refused(rf"\b{name}\b"):
                 contrastive_loss(*x, **rows | {name: thing})
-
-    def test_one_entry_is_a_temperature(self):
-        x = embeddings(1, 2, 4, 3)
-        t = nn.Parameter(torch.tensor([0.07]))
-        loss = contrastive_loss(*x, temperature=t)
-        close(loss, contrastive_loss(*x, temperature=0.07), 1e-6)
-        loss.backward()
-        assert t.grad.shape == (1,)
 
     def test_functions_may_answer_in_16_bits(self):
         x = embeddings(1, 2, 4, 3)
         usual = contrastive_loss(*x, weights=lambda s: s / 4, objective=lambda p, n, w: p[:, 0])
         for dtype in (torch.float16, torch.bfloat16):
-            weights, objective = (lambda s: (s / 4).to(dtype)), (lambda p, n, w: p[:, 0].to(dtype))  # noqa: B023
-            found = contrastive_loss(*x, weights=weights, objective=objective)
+            own = {"weights": lambda s, kind=dtype: (s / 4).to(kind)}
+            own["objective"] = lambda p, n, w, kind=dtype: p[:, 0].to(kind)
+            found = contrastive_loss(*x, **own)
             assert found.dtype == torch.float64
             assert abs(found - usual) < 0.05 * abs(usual)
 
     @pytest.mark.parametrize("loss", PRESETS)
     def test_one_sample_has_the_loss_0(self, loss):
-        """As in the last batch of an epoch."""
-        x = embeddings(1, 2, 1, 3).requires_grad_()
-        with pytest.warns(UserWarning, match="^None of 2 anchors has a candidate"):
-            value = contrastive_loss(*x, loss=loss)
-        value.backward()
-        wanted = -2 * torch.cosine_similarity(*x).detach() / 2 if "simple" in loss else 0
-        close(value, float(wanted), 1e-12)
+        """As in the last batch of an epoch, wherever its positive is."""
+        x, y = embeddings(1, 2, 1, 3).requires_grad_()
+        for other in (y, -y):
+            with pytest.warns(UserWarning, match="^None of 2 anchors has a candidate"):
+                value = contrastive_loss(x, other, loss=loss)
+            assert finite(*torch.autograd.grad(value, (x, y)))
+            wanted = -torch.cosine_similarity(x, other) if "simple" in loss else torch.zeros(1)
+            close(value, wanted[0], 1e-12)
 
     def test_labels_as_a_second_view(self):
         for labels in (torch.arange(4), torch.arange(4.0)):
             with pytest.raises(ValueError, match="labels go in labels="):
                 contrastive_loss(torch.ones(4, 3), labels)
 
-    WRONG += [("negative_mask", torch.ones(8, 8), ())]
-    SAID += [(name, value, k, f"{name} ") for name, value, k in WRONG]
-
     @pytest.mark.parametrize("name, value, k, said", SAID)
     def test_errors_say_what_is_allowed(self, name, value, k, said):
         bank = {"negatives": torch.ones(*k, 3)} if k else {}
-        with pytest.raises(hardneg.InvalidArgument, match=re.escape(said)):
+        with refused(re.escape(said)):
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
     @pytest.mark.parametrize("loss", PRESETS)
@@ -1888,7 +1846,7 @@ class TestInvalidArguments:
         for value, mask, (place, name) in itertools.product((math.nan, -INF), masks, places):
             x = embeddings(2, 10, 3)
             x[place, 1] = value
-            with pytest.raises(hardneg.InvalidArgument, match=f"^{re.escape(name)} has NaN or inf"):
+            with refused(f"^{re.escape(name)} has NaN or inf"):
                 contrastive_loss(x[:4], x[4:8], negatives=x[8:], loss=loss, **mask)
 
     def test_large_embeddings_are_finite(self):
@@ -1937,7 +1895,7 @@ def take(loss, n, **options):
     value = hardneg.contrastive_loss(x, y, loss=loss, temperature=0.5, **options)
     (value * torch.randn(value.shape)).sum().backward()
 
-take("hcl", 8)
+take("hcl", 8, weights=lambda s: s, block_size=4)
 take("ot", 8, epsilon=1.0)
 before = peak()
 for weights in ("tilted", lambda logits: 0.5 * logits):
@@ -1967,24 +1925,21 @@ print(peak() - before)
     DETACHED = {"loss": "hcl", "detach_weights": True}, {"loss": "ot"}
 
     @pytest.mark.parametrize("samples", [6, 300])
-    @pytest.mark.parametrize("options", [{"loss": "hcl"}, {"loss": "hard-simple"}, *DETACHED])
-    def test_torch_func_has_the_same_gradient_at_every_size(self, samples, options):
+    @pytest.mark.parametrize("options", [{}, {"loss": "hcl"}, {"loss": "hard-simple"}, *DETACHED])
+    def test_torch_func_has_the_same_derivatives(self, samples, options):
+        """The second ones without blocks."""
         x, y = embeddings(1, 2, samples, 4)
-        wanted = with_slope(contrastive_loss(x.requires_grad_(), y, **options), x)[1]
-        x = x.detach()
-        close(torch.func.grad(lambda a: contrastive_loss(a, y, **options))(x), wanted, 1e-12)
-        _, along = torch.func.jvp(lambda a: contrastive_loss(a, y, **options), (x,), (y,))
-        close(along, (wanted * y).sum(), 1e-12)
-
-    @pytest.mark.parametrize("options", [{}, *DETACHED])
-    def test_torch_func_has_second_derivatives(self, options):
-        x, y = embeddings(1, 2, 5, 4)
 
         def loss(a):
             return contrastive_loss(a, y, **options)
 
-        wanted = torch.autograd.functional.hessian(loss, x)
-        close(torch.func.hessian(loss)(x), wanted, 1e-12)
+        wanted = torch.autograd.functional.jacobian(loss, x)
+        close(torch.func.grad(loss)(x), wanted, 1e-12)
+        _, along = torch.func.jvp(loss, (x,), (y,))
+        close(along, (wanted * y).sum(), 1e-12)
+        if samples < 300:
+            wanted = torch.autograd.functional.hessian(loss, x)
+            close(torch.func.hessian(loss)(x), wanted, 1e-12)
 
     def test_compiles_with_an_option_that_varies(self):
         """As for an annealed β: from its second value on it is a symbol of the graph."""
@@ -2028,26 +1983,46 @@ print(peak() - before)
 class TestRows:
     """A rule, an objective and an option stand in one row, which has all facts."""
 
+    def test_all_rows_are_tried(self):
+        """The oracle and these tests know each of them, with the same defaults."""
+        judges = [row[0] for row in oracle.OBJECTIVES.values()]
+        defaults = oracle.options_of(*oracle.RULES.values(), *judges, oracle.contrastive_loss)
+        known = [("SAMPLES of test_hardneg.py", SAMPLES, hardneg.DEFAULTS)]
+        known += [("RULES of reference_numpy.py", oracle.RULES, hardneg.WEIGHTS)]
+        known += [("OBJECTIVES of reference_numpy.py", oracle.OBJECTIVES, hardneg.OBJECTIVES)]
+        known += [("PRESETS of reference_numpy.py", oracle.PRESETS, hardneg.PRESETS)]
+        parameters = "what a rule, an objective or contrastive_loss of reference_numpy.py takes"
+        known += [(parameters, {*defaults, "block_size"}, hardneg.DEFAULTS)]
+        lacks = [
+            f"{name!r} of hardneg.py is not tried. Add it to {place}."
+            for place, found, rows in known
+            for name in rows
+            if name not in found
+        ]
+        assert not lacks, " ".join(lacks)
+        for name in hardneg.DEFAULTS.keys() & defaults:
+            assert hardneg.DEFAULTS[name] == defaults[name], name
+
     def test_rows_name_what_is_there(self):
         """What a function's parameters name is filled in, so a misspelt one fails here."""
         options = hardneg.DEFAULTS.keys() - {"temperature"}  # t is the one that blocks know
+        of_rules = {"logits", "candidates", "potential", "t", *options}
+        of_objectives = {"pos", "neg", "log_w", "log_negatives", "t", *options}
         for name, (rule, mean) in hardneg.WEIGHTS.items():
-            known = {"logits", "candidates", "potential", "t", *options}
-            assert set(hardneg.takes(rule)) <= known, name
-            assert mean in ("one", "scaled", "any"), name
+            assert set(hardneg.takes(rule)) <= of_rules and mean in ("one", "scaled", "any"), name
             assert rule.__code__.co_kwonlyargcount == 0, name
         for name, (objective, by_label) in hardneg.OBJECTIVES.items():
-            known = {"pos", "neg", "log_w", "log_negatives", "t", *options}
-            assert set(hardneg.takes(objective)) <= known, name
+            assert set(hardneg.takes(objective)) <= of_objectives, name
             assert isinstance(by_label, bool), name
         for name, (weights, objective, _) in hardneg.PRESETS.items():
             assert weights in hardneg.WEIGHTS and objective in hardneg.OBJECTIVES, name
 
     @pytest.mark.parametrize("name", hardneg.WEIGHTS)
-    @given(**MATRICES)
-    def test_a_rule_weighs_each_row_alone(self, name, seed, a, n):
+    @given(**MATRICES, data=st.data())
+    def test_a_rule_weighs_each_row_alone(self, name, seed, a, n, data):
         """It keeps what is masked, changes nothing in place, and has the logits' shape."""
-        options = hardneg.resolve({"weights": name})
+        drawn = data.draw(samples_of(hardneg.WEIGHTS[name][0]))
+        options = hardneg.resolve({"weights": name} | drawn)
         logits = masked(masked_logits(seed, a, n, 0.3, empty=a > 1))
         logits = torch.where(logits < hardneg.FAR, logits, logits.tanh())  # cosines, as t is 1
         before = logits.clone()
@@ -2080,26 +2055,22 @@ class TestRows:
             for name, text in hardneg.TEXTS.items():
                 assert f"{name} = {hardneg.DEFAULTS[name]!r}, " in words
                 assert " ".join(text.split()) in words and text.strip().endswith("."), name
-        rows = [*hardneg.WEIGHTS.values(), *hardneg.OBJECTIVES.values()]
-        filled_in = {name for function, _ in rows for name in hardneg.takes(function)}
         code = Path(hardneg.__file__).read_text()
         for name, default in hardneg.DEFAULTS.items():
             hardneg.resolve({name: default})
-            assert name in filled_in or f'options["{name}"]' in code, name
+            assert name in OF_ROWS or f'options["{name}"]' in code, name
 
 
 class TestWhatIsReadRuns:
     """Whoever edits a rule, an objective or a question changes what is trained, at every size."""
 
     # the part that is edited, and options of a call that uses it
-    EDITS = [("uniform", {"loss": "simclr"}), ("tilted", {"loss": "hcl"})]
-    EDITS += [("hardest", {"weights": "hardest"}), ("top", {"loss": "hard"})]
+    EDITS = [(name, {"weights": name}) for name in hardneg.WEIGHTS]
+    EDITS += [(name, {"objective": name}) for name in hardneg.OBJECTIVES]
     EDITS += [("transported", {"loss": "ot", "detach_weights": False})]
-    EDITS += [("transported", {"loss": "ot"}), ("sinkhorn", {"loss": "ot"})]
-    EDITS += [("by_rule", {"loss": "hcl"}), ("nce", {"loss": "simclr"})]
-    EDITS += [("published", {"loss": "debiased", "tau_plus": 0.01}), ("ppcl", {"loss": "ppcl"})]
-    EDITS += [("simple", {"loss": "hard-simple"}), ("decoupled", {"objective": "decoupled"})]
-    EDITS += [("triplet", {"loss": "triplet", "margin": 0.5}), ("answer", {"loss": "hcl"})]
+    EDITS += [("sinkhorn", {"loss": "ot"})]
+    EDITS += [("published", {"loss": "debiased", "tau_plus": 0.01})]
+    EDITS += [("by_rule", {"loss": "hcl"}), ("answer", {"loss": "hcl"})]
     CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 600)]
     CASES += [(*edit, 128, "none") for edit in EDITS] + [("tilted", {"loss": "hcl"}, 600, "none")]
 
@@ -2148,7 +2119,7 @@ class TestReadyForAGPU:
                 value.backward()
         assert len(operations.reads()) == (loss == "ot")
 
-    @pytest.mark.parametrize("loss", ["hcl", "ot", "hard-simple", "triplet", "ppcl"])
+    @pytest.mark.parametrize("loss", PRESETS)
     @pytest.mark.parametrize("device", [DEVICE, "fake"])
     def test_tensors_are_made_on_the_device(self, monkeypatch, loss, device):
         """On a GPU, if only a fake one, and beside the default device meta: a mix raises."""
@@ -2171,17 +2142,14 @@ class TestReadyForAGPU:
 
     @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
     @pytest.mark.parametrize("device, most", [("cuda", 1000), ("cpu", 20_000)])
-    def test_a_gpu_couples_in_few_launches(self, monkeypatch, device, most):
+    def test_a_gpu_couples_in_few_launches(self, as_on_a_gpu, monkeypatch, device, most):
         """Eight steps of Sinkhorn, after which the error is looked at, on 8192 × 8192 pairs."""
         monkeypatch.setattr(hardneg, "_stops", lambda error, step, *_: step == 8)
-        with FakeTensorMode(), torch.no_grad():
+        with FakeTensorMode(), torch.no_grad(), Operations() as operations:
             x = torch.empty(4096, 8, device=device)
-            options = hardneg.resolve({"loss": "ot"})
-            anchors, shared = hardneg._line_up(options, (x, x), [None] * 6)
-            with Operations() as operations:
-                hardneg._couple(anchors, shared, None, options)
+            contrastive_loss(x, x, loss="ot")
         launches = [name for name in operations.names if name not in ("device", "detach")]
-        assert shared.n == 8192 and most / 4 < len(launches) < most
+        assert most / 4 < len(launches) < most
 
     def test_finding_stays_on_the_device(self):
         """There are no values to read on a fake one."""
@@ -2225,40 +2193,6 @@ class TestGather:
         for one, two in zip(torch.load(tmp_path / "found.pt"), losses_of(None), strict=True):
             close(one, two, 1e-8)
 
-    def test_every_field_is_tried_with_a_gradient_or_never_has_one(self, monkeypatch):
-        tried, evaluate = set(), hardneg._evaluate
-
-        def watch(anchors, shared, *arguments):
-            for name, x in (anchors._asdict() | shared._asdict()).items():
-                if torch.is_tensor(x) and x.requires_grad:
-                    tried.add(name)
-            return evaluate(anchors, shared, *arguments)
-
-        monkeypatch.setattr(hardneg, "_evaluate", watch)
-        losses_of(None)
-        others = {*hardneg._Anchors._fields, *hardneg._Shared._fields} - tried
-        no_tensors = {"n", "positives_by_index", "positives_by_label", "batch", "plain"}
-        assert others == no_tensors | {"own", "mask", "log_weights", "labels", "candidate_labels"}
-
-    @pytest.mark.parametrize("options", [{}, {"loss": "ot", "detach_weights": False}])
-    @pytest.mark.parametrize("size", [0, 4])
-    def test_a_backward_pass_runs_the_newest_node_first(self, size, options):
-        """So the nodes of `gather` come in one order on all ranks."""
-        x = embeddings(0, 2, 6, 4)
-        encoder = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)).double()
-        t = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-        z, other = encoder(x.flatten(0, 1)).chunk(2)
-        loss = contrastive_loss(z, other, temperature=t, block_size=size, **options)
-        found, new, ran = set(), {loss.grad_fn}, []
-        while new := new - found - {None}:
-            found |= new
-            new = {before for node in new for before, _ in node.next_functions}
-        for node in found:
-            if not hasattr(node, "variable"):
-                node.register_hook(lambda *_, node=node: ran.append(node._sequence_nr()))
-        loss.backward()
-        assert len(ran) > 8 and ran == sorted(ran, reverse=True)
-
     def test_a_group_of_one_refuses_what_it_cannot_do(self, tmp_path, monkeypatch):
         meeting = f"file://{tmp_path / 'meeting'}"
         torch.distributed.init_process_group("gloo", meeting, rank=0, world_size=1)
@@ -2266,7 +2200,7 @@ class TestGather:
             group, x, found = torch.distributed.group.WORLD, embeddings(0, 3, 4), []
             x.requires_grad_()
             loss = contrastive_loss(x, x, block_size=0, group=group)
-            with pytest.raises(RuntimeError, match="over ranks cannot be differentiated"):
+            with pytest.raises(RuntimeError, match="ranks have no second derivatives"):
                 torch.autograd.grad(loss, x, create_graph=True)
             given = {"negatives": embeddings(1, 5, 4), "block_size": 0}  # nothing is gathered
             for options in ({}, {"group": group}):
@@ -2275,12 +2209,10 @@ class TestGather:
                 found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
             close(*found, 1e-12)
             monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
-            with pytest.raises(
-                hardneg.InvalidArgument, match=r"views differ.*\[3, 4, 5\].*\[2, 3, 4\]"
-            ):
+            with refused(r"views differ.*\[3, 4, 5\].*\[2, 3, 4\]"):
                 contrastive_loss(x, x, group=group)
             monkeypatch.setattr(hardneg, "_check_ranks", lambda *_: None)
-            with pytest.raises(hardneg.InvalidArgument, match="^negatives differs between ranks"):
+            with refused("^negatives differs between ranks"):
                 contrastive_loss(x, x, negatives=x, group=group)
         finally:
             torch.distributed.destroy_process_group()
@@ -2386,7 +2318,7 @@ class TestViews:
 
     @pytest.mark.parametrize("size", [(3, 8, 8), (2, 1, 8, 8)])
     def test_other_shapes(self, size):
-        with pytest.raises(hardneg.InvalidArgument, match="^images is "):
+        with refused("^images is "):
             hardneg.view(torch.rand(size))
 
 
@@ -2428,7 +2360,7 @@ class TestMemoryBank:
     def test_rows_of_another_shape(self):
         bank = hardneg.MemoryBank(torch.eye(4))
         for wrong in (torch.ones(3), torch.ones(1, 4)):
-            with pytest.raises(hardneg.InvalidArgument, match=r"^z is .* tensor \(3, 4\)"):
+            with refused(r"^z is .* tensor \(3, 4\)"):
                 bank.update(torch.arange(3), wrong)
         assert torch.equal(bank.rows, torch.eye(4))
 
@@ -2442,7 +2374,7 @@ class TestMemoryBank:
             mean = 0.9 * numpy(old) + 0.1 * numpy(new)
             close(x, mean if x.is_floating_point() else new, 1e-6)
         for other in (nn.Linear(2, 3), nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3))):
-            with pytest.raises(hardneg.InvalidArgument, match=r"^leader's 0\.weight .* \(3, 2\)"):
+            with refused(r"^leader's 0\.weight .* \(3, 2\)"):
                 hardneg.follow(follower, other, 0.9)
 
     def test_follow_moves_a_shared_tensor_once(self):
@@ -2485,7 +2417,7 @@ class TestWrappers:
     def test_training(self, wrap, name):
         runs = (begin(IMAGES[:40], name, wrap=of, micro_batch=30) for of in (None, wrap))
         if wrap is nn.parallel.DistributedDataParallel:
-            with pytest.raises(hardneg.InvalidArgument, match="^encoder is a Distributed"):
+            with refused("^encoder is a Distributed"):
                 list(runs)
         else:
             all_close(*([figures["loss"] for figures in run] for run in runs), 0.03)
@@ -2499,9 +2431,9 @@ class TestWrappers:
         assert operations.bytes <= 2**23
 
     def test_uniformity_names_what_it_cannot_measure(self):
-        with pytest.raises(hardneg.InvalidArgument, match="^z is 1 row; it must be at least two"):
+        with refused("^z is 1 row; it must be at least two"):
             hardneg.uniformity(torch.ones(1, 3))
-        with pytest.raises(hardneg.InvalidArgument, match="^z has NaN or inf"):
+        with refused("^z has NaN or inf"):
             hardneg.uniformity(torch.tensor([[1.0, 2.0], [math.nan, 1.0]]))
 
 
@@ -2529,7 +2461,7 @@ class TestGame:
         assert not any(figure.requires_grad for figure in figures.values())
         all_close([found, *figures.values()], [wanted, *(told[name] for name in figures)], 1e-6)
         all_close(encoder.parameters(), twin.parameters(), 1e-10)
-        all_close(game.parameters(), other.parameters(), 1e-10)
+        all_close(game.parameters(), other.parameters(), 1e-8)
         assert all(p.grad is None and not p.requires_grad for p in game.G_ema.parameters())
         assert all(p.requires_grad for p in game.D.parameters())
 
@@ -2635,8 +2567,9 @@ class TestBank:
         """The loss is that of rows for each anchor, from which its own one is left out."""
         training = begin(IMAGES[:30], "bank")
         method, encoder, index = training.method, training.encoder.eval(), torch.arange(8) + 3
-        loss, _ = method.step(encoder, IMAGES[index], index, torch.Generator())
-        z, rows = hardneg.embed(encoder, IMAGES[index])[1], method.bank.rows
+        losses, rows = [], method.bank.rows.clone()
+        method.step(encoder, IMAGES[index], index, torch.Generator(), losses.append)
+        loss, z = *losses, hardneg.embed(encoder, IMAGES[index])[1]
         others = torch.stack([rows[torch.arange(len(rows)) != i] for i in index])
         close(loss, contrastive_loss(z, rows[index], negatives=others), 1e-5)
 
@@ -2646,8 +2579,8 @@ class TestBank:
         images, encoder = torch.zeros(4000, 3, 8, 8, dtype=torch.uint8), Pixels()
         bank = hardneg.Bank(hardneg.ContrastiveLoss(loss, tau_plus=0.0), encoder, images)
         with Operations() as operations:
-            bank.step(encoder, images[:8], torch.arange(8), None, return_stats=True)[0].backward()
-            bank.after_step()
+            index, descend = torch.arange(8), torch.Tensor.backward
+            bank.step(encoder, images[:8], index, None, descend, return_stats=True)
         assert operations.bytes <= 8 * 4000 * 8 < bank.bank.rows.nbytes / 10
 
 
@@ -2665,11 +2598,15 @@ class TestMicroBatches:
             criterion = hardneg.ContrastiveLoss("ppcl", temperature=0.2)
             method = make(name, criterion, network, images, **options)
             network.seen.clear()
-            loss, _ = method.step(encoder, images, torch.arange(7), seeded(3))
             parameters = [*network.parameters()]
             if name == "diffhard":
                 parameters += game.G.parameters()
-            found.append([loss, *torch.autograd.grad(loss, parameters)])
+
+            def descend(loss, parameters=parameters):
+                found.append([loss, *torch.autograd.grad(loss, parameters, retain_graph=True)])
+                loss.backward()
+
+            method.step(encoder, images, torch.arange(7), seeded(3), descend)
         all_close(*reversed(found), 1e-10, floor=1e-6)
         assert max(network.seen) <= size
 
@@ -2707,13 +2644,10 @@ class TestMicroBatches:
         all_close(tree_leaves(found), tree_leaves(encoder({"x": x, "y": y}, y, 3.0)), 1e-12)
         assert found.keys() == {"z", "both"}
         tokens = UserDict(x=x, y=y)
-        for of_tokenizer in (
-            few(tokens, more=y, scale=3.0),
-            few(features=tokens, more=y, scale=3.0),
-        ):
+        for of_tokenizer in (few(tokens, y, scale=3.0), few(features=tokens, more=y, scale=3.0)):
             assert torch.equal(of_tokenizer["z"], found["z"])
-        for wrong, found in (("x", "no tensors"), ({"x": x, "y": y[:3]}, r"\[3, 5\] rows")):
-            with pytest.raises(hardneg.InvalidArgument, match=f"equally many rows.* {found}\\.$"):
+        for wrong, found in (("x", r"\[\]"), ({"x": x, "y": y[:3]}, r"\[3, 5\]")):
+            with refused(f"equally many rows, not {found}"):
                 few(wrong)
 
     def test_only_views_are_stored(self):
@@ -2818,7 +2752,7 @@ class TestTraining:
             training.method.step = Mock(wraps=training.method.step)
             assert [figures["images"] for figures in training] == 2 * sizes
             asked = [call.args for call in training.method.step.call_args_list]
-            assert all(torch.equal(some, IMAGES[index]) for _, some, index, _ in asked)
+            assert all(torch.equal(some, IMAGES[index]) for _, some, index, *_ in asked)
             one, two = torch.cat([given[2] for given in asked]).split(n)
             assert set(one.tolist()) == set(two.tolist()) == set(range(n))
             assert not torch.equal(one, two)
@@ -2898,10 +2832,10 @@ class TestTraining:
     # what is wrong, and what the error says
     CONDITIONS = [
         ("size", r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. "),
-        ("objective", "^objective is nce, .* Use ppcl, or a game without pairs"),
+        ("objective", "^objective is nce. For pairs it must be ppcl"),
         ("too few", r"^len\(images\) is 1; it must be a whole number from 2 "),
         ("momentum", "^momentum is 1.0; it must be a number from 0 to 0.9+$"),
-        ("setting", "^There is no setting rate. Settings are epochs, batch_size, lr, weight_decay"),
+        ("setting", "^a setting is 'rate'; it must be one of epochs, batch_size, lr, weight_decay"),
     ]
 
     @pytest.mark.parametrize("of, name, value", INVALID)
@@ -2913,7 +2847,7 @@ class TestTraining:
             "view": hardneg.view,
         }
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
-        with pytest.raises(hardneg.InvalidArgument, match=f"^{name} is .*; it must be "):
+        with refused(f"^{name} is .*; it must be "):
             call(**{name: value})
 
     @pytest.mark.parametrize("wrong, said", CONDITIONS)
@@ -2925,5 +2859,5 @@ class TestTraining:
             "momentum": lambda: tiny_game(momentum=1.0),
             "setting": lambda: begin(IMAGES, rate=1.0),
         }
-        with pytest.raises(hardneg.InvalidArgument, match=said):
+        with refused(said):
             calls[wrong]()
