@@ -16,7 +16,6 @@ import sys
 import time
 import warnings
 from collections import namedtuple
-from collections.abc import Iterable
 from pathlib import Path
 
 # Threads that wait for work sleep. If they span, another job beside this one would slow it down.
@@ -31,14 +30,26 @@ from training.images import KNOWN, TORCHVISION, VIEWS, Images, read
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
 # a row if it loses more than a point on the shapes with hardneg's defaults.
 SMALL = {"batch_size": 64, "lr": 2e-3}
-LOSSES = {"simclr": {"temperature": 0.05}, "hard": {"temperature": 0.07}}
-LOSSES["hcl"] = {"temperature": 0.3, "beta": 1.0, "tau_plus": 0.1}
-LOSSES["hard-simple"] = {"alpha": 0.1, "lead_in": False, "epochs": 28} | SMALL
-# on the nearest negative alone all embeddings collapse
-LOSSES["triplet"] = {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16} | SMALL
-METHODS = {"simclr": {}, "bank": {"momentum": 0.8, "epochs": 24} | SMALL}
-METHODS |= {"queue": {"momentum": 0.9, "epochs": 24} | SMALL, "clae": {}}
-METHODS["diffhard"] = {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL
+LOSSES = {
+    "simclr": {"temperature": 0.05},
+    "hard": {"temperature": 0.07},
+    "hcl": {"temperature": 0.3, "beta": 1.0, "tau_plus": 0.1},
+    "hard-simple": {"alpha": 0.1, "lead_in": False, "epochs": 28} | SMALL,
+    # on the nearest negative alone all embeddings collapse
+    "triplet": {"weights": "top", "alpha": 0.1, "margin": 0.5, "epochs": 16} | SMALL,
+}
+METHODS = {
+    "bank": {"momentum": 0.8, "epochs": 24} | SMALL,
+    "queue": {"momentum": 0.9, "epochs": 24} | SMALL,
+    "diffhard": {"loss": "ppcl", "momentum": 0.99, "epochs": 6} | SMALL,
+}
+KINDS = {
+    "simclr": hardneg.SimCLR,
+    "bank": hardneg.Bank,
+    "queue": baselines.Queue,
+    "clae": baselines.CLAE,
+    "diffhard": hardneg.DiffHard,
+}
 TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier one
 
 # The columns of FLAGS are
@@ -48,45 +59,48 @@ TABLES = hardneg.RECIPES, LOSSES, METHODS  # a later table overrides an earlier 
 #     kind     a type, or the choices
 #     text     the sentence of --help
 #     of       the rules, objectives, methods and data sets that use it; empty if all do
-#     limits   least and most
+#     limits   least and most, as in hardneg.Options
 # To add an option, add a row. Options of the loss get theirs from hardneg.Options.
-Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", ()))
-CRITERION = """
-loss weights objective temperature tau_plus detach_weights beta alpha epsilon cost margin
-""".split()
-ROWS = hardneg.WEIGHTS | hardneg.OBJECTIVES
-DEBIASED = [x for x in ROWS if "log_negatives" in hardneg.takes(ROWS[x][0])]
+Flag = namedtuple("Flag", "taker default kind text of limits", defaults=("", None))
+# Options of the loss. Margins act within a batch, too. A training needs unit rows and a mean.
+CRITERION = [x for x in hardneg.DEFAULTS if x not in ("normalize", "reduction", "block_size")]
+STEPS = {"uniform", "hardest", "top"}  # rules without a gradient, which t does not change either
+TAKEN = {}  # what each rule and each objective takes
+for row, (function, _) in (hardneg.WEIGHTS | hardneg.OBJECTIVES).items():
+    TAKEN[row] = hardneg.takes(function)
 # what the parameters of a rule or an objective do not tell
-USERS = {"temperature": ["tilted", *DEBIASED], "tau_plus": DEBIASED}
-USERS["detach_weights"] = ["tilted", "transported"]  # weights of others have no gradient
+USERS = {
+    "tau_plus": [row for row in TAKEN if "log_negatives" in TAKEN[row]],
+    "temperature": [row for row in TAKEN if row not in STEPS and "t" not in TAKEN[row]],
+}
+USERS["detach_weights"] = hardneg.WEIGHTS.keys() - STEPS
 
 
-def of_loss(name: str) -> Flag:
+def of_loss(name):
     """Make the flag of an option of the loss from its entry in hardneg.Options."""
     kind = hardneg.ALLOWED[name]
     if isinstance(kind, list):
-        kind = float
+        kind = type(kind[1])  # int for whole numbers
     elif True in kind:
         kind = bool
     text = " ".join(hardneg.TEXTS[name].split()).split(". ")[0].rstrip(".")
-    users = USERS.get(name, [x for x in ROWS if name in hardneg.takes(ROWS[x][0])])
+    users = USERS.get(name, [row for row in TAKEN if name in TAKEN[row]])
     return Flag("loss", hardneg.DEFAULTS[name], kind, text, " ".join(users))
 
 
 FLAGS = {name: of_loss(name) for name in CRITERION}
-FLAGS["loss"] = FLAGS["loss"]._replace(default="hcl")
 FLAGS |= {
+    "loss": FLAGS["loss"]._replace(default="hcl"),
     "method": Flag(
         "run",
         "simclr",
-        METHODS,
-        "Where negatives come from: the batch, a memory of all images [4], a queue of earlier "
-        "batches, an attack (clae), or a generator (diffhard [3])",
+        KINDS,
+        "Negatives are of the batch, of a memory [4], of a queue, attacked, or generated [3]",
     ),
     "momentum": Flag(
         "method", None, float, "How slowly the memory or the slow copy moves", "bank queue diffhard"
     ),
-    "queue_size": Flag("method", 64, int, "How many earlier keys it keeps", "queue", (1, 1e9)),
+    "queue_size": Flag("method", 64, int, "How many earlier keys it keeps", "queue", [1, 10**9]),
     "bound": Flag("method", 0.005, float, "Largest change of a pixel by the attack", "clae"),
     "pairs": Flag("method", True, bool, "Make two images of a latent positives", "diffhard"),
     "ascent": Flag("method", True, bool, "Let the generator ascend the loss", "diffhard"),
@@ -98,14 +112,14 @@ FLAGS |= {
     "root": Flag(
         "command", "data", str, "Folder to which torchvision downloads", " ".join(TORCHVISION)
     ),
-    "fraction": Flag("images", 1.0, float, "Share of each class to train on", "", (1e-9, 1)),
+    "fraction": Flag("images", 1.0, float, "Share of each class to train on", "", [1e-9, 1.0]),
     "validation": Flag(
         "images",
         False,
         bool,
         "Measure on held-out training images instead of test images, to choose settings",
     ),
-    "size": Flag("images", None, int, "Side in pixels (default theirs, up to 96)", "", (8, 1024)),
+    "size": Flag("images", None, int, "Side in pixels (default theirs, up to 96)", "", [8, 1024]),
     "encoder": Flag("run", "small", ("small", "resnet18", "resnet50"), "The network"),
     "views": Flag("run", "default", VIEWS, "Random changes of an image; small [1], coloured [4]"),
     "labels": Flag(
@@ -116,9 +130,9 @@ FLAGS |= {
     "recipe": Flag("training", "adamw", hardneg.RECIPES, "Optimizer and rates; sgd [4], adam [1]"),
     "epochs": Flag("training", None, int, "Passes over the images"),
     "batch_size": Flag("training", None, int, "Images in a batch, at most"),
-    "micro_batch": Flag("training", None, int, "Views in one pass, to save memory", "", (2, 1e9)),
+    "micro_batch": Flag("training", None, int, "Views in one pass, to save memory", "", [2, 10**9]),
     "lr": Flag("training", None, float, "Peak learning rate, above 0"),
-    "seed": Flag("training", 0, int, "Seed of weights, order and views", "", (0, 1e9)),
+    "seed": Flag("training", 0, int, "Seed of weights, order and views", "", [0, 10**9]),
     "compile": Flag("command", False, bool, "Compile the encoder, for long runs on a GPU"),
     "device": Flag("command", ranks.DEVICE, str, "cpu, cuda:1, …"),
     "cache": Flag("command", None, Path, "Folder of decoded images (default ~/.cache/hardneg)"),
@@ -126,20 +140,20 @@ FLAGS |= {
     "report": Flag("command", True, bool, "End with pictures, in OUT/report.html"),
     "overwrite": Flag("command", False, bool, "Replace the run in OUT, finished or stopped"),
 }
-FACTS = "loss method data seed epochs device".split()  # of results.json
 # --help explains these, and --help-all the others, too
 FIRST = "loss temperature alpha beta method data epochs out overwrite".split()
 
 
-def users_of(name: str) -> str:
-    """List the losses, methods and data sets that use an option, or nothing if all do."""
-    users = FLAGS[name].of.split()
-    found = []
-    for loss, row in hardneg.PRESETS.items():
-        own = LOSSES.get(loss, {}).get("weights")  # in place of those of the preset
-        if {own, row[0], row[1]} & set(users):
-            found.append(loss)
-    found += [name for name in [*METHODS, *TORCHVISION] if name in users]
+def users_of(name):
+    """List the losses, rules, objectives, methods and data sets that use an option, if not all."""
+    users = set(FLAGS[name].of.split())
+    rows = [Options(loss=loss) for loss in hardneg.PRESETS]
+    found = [row.loss for row in rows if users & {row.weights, row.objective}]
+    for choice in ("weights", "objective"):
+        rows = [row for row in hardneg.ALLOWED[choice] if row in users]
+        if rows:
+            found.append(f"--{choice} {'/'.join(rows)}")
+    found += [name for name in [*KINDS, *TORCHVISION] if name in users]
     return ", ".join(found)
 
 
@@ -149,7 +163,7 @@ class Options(argparse.Namespace):
     def __init__(self, **given):
         given = {name: value for name, value in given.items() if value is not None}
         chosen = {name: flag.default for name, flag in FLAGS.items()} | given
-        of_method, of_recipe = METHODS[chosen["method"]], hardneg.RECIPES[chosen["recipe"]]
+        of_method, of_recipe = METHODS.get(chosen["method"], {}), hardneg.RECIPES[chosen["recipe"]]
         loss = (chosen | of_method | given)["loss"]
         chosen["weights"], chosen["objective"], _ = hardneg.PRESETS[loss]
         chosen |= of_recipe | LOSSES.get(loss, {}) | of_method
@@ -162,23 +176,30 @@ class Options(argparse.Namespace):
         """Return these options with some changed."""
         return Options(**vars(self) | changes)
 
-    def of(self, taker: str) -> dict:
+    def of(self, taker):
         """Return the options that the loss, the method, the images or the training takes."""
         return {name: getattr(self, name) for name, flag in FLAGS.items() if flag.taker == taker}
 
-    def has_effect(self, name: str) -> bool:
+    def has_effect(self, name):
         """Whether the loss, the method or the data of this run use an option."""
-        users = FLAGS[name].of.split()
-        chosen = {self.weights, self.objective, self.method, self.data}
-        return not users or not chosen.isdisjoint(users)
+        users = set(FLAGS[name].of.split())
+        return not users or bool(users & {self.weights, self.objective, self.method, self.data})
 
-    def of_the_run(self) -> dict:
+    def criterion(self):
+        """Make the loss, by the options that it uses and that differ from hardneg's defaults."""
+        weights, objective, _ = hardneg.PRESETS[self.loss]
+        usual = hardneg.DEFAULTS | {"loss": "", "weights": weights, "objective": objective}
+        given = self.of("loss").items()
+        used = {name: x for name, x in given if x != usual[name] and self.has_effect(name)}
+        return hardneg.ContrastiveLoss(**used)
+
+    def of_the_run(self):
         """List the options that have to stay the same if the run goes on after a stop."""
         fixed = [name for name in FLAGS if FLAGS[name].taker != "command" and self.has_effect(name)]
         return {name: getattr(self, name) for name in fixed if getattr(self, name) is not None}
 
 
-def one_of(known: Iterable[str], word: str) -> str:
+def one_of(known, word):
     """Return a choice of the command line, if it is known."""
     if word not in known:
         meant = hardneg.did_you_mean(word, known)
@@ -186,9 +207,12 @@ def one_of(known: Iterable[str], word: str) -> str:
     return word
 
 
-def parse(argv: list[str]) -> dict:
-    """Parse a command line → the options that it gives."""
-    parser = argparse.ArgumentParser("train.py", argparse.SUPPRESS, allow_abbrev=False)
+def parse(argv):
+    """Parse a command line → the options that it gives, as None where it leaves out a number."""
+    hidden = argparse.SUPPRESS
+    parser = argparse.ArgumentParser(
+        "train.py", hidden, argument_default=hidden, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = __doc__.split("\n\nIt prints")[0]
     parser.epilog = "[1] Robinson 2021, [2] Jiang 2023, [3] Wu 2023, [4] Wang & Liu 2021"
@@ -197,7 +221,8 @@ def parse(argv: list[str]) -> dict:
     either = first.add_mutually_exclusive_group()
     losses = {"type": functools.partial(one_of, hardneg.PRESETS), "nargs": "+", "metavar": "LOSS"}
     either.add_argument("--compare", **losses, help="Train with these losses, and compare them")
-    first.add_argument("--seeds", type=int, help="Runs of each loss in --compare (default 3)")
+    several = "Runs of each loss in --compare (default 3)"
+    first.add_argument("--seeds", type=int, nargs="?", const=3, help=several)
     groups = dict.fromkeys(FIRST, first) | {"loss": either}
     for name, flag in FLAGS.items():
         if flag.kind is bool:
@@ -206,94 +231,94 @@ def parse(argv: list[str]) -> dict:
             more = {"type": flag.kind, "metavar": flag.kind.__name__.upper()}
         else:
             more = {"type": functools.partial(one_of, flag.kind), "choices": flag.kind}
-        known = [] if flag.default in (None, False) else [f"{flag.default}"]
+        known = [x for x in [f"{flag.default}"] if x not in ("None", "False")]
         for table in TABLES:
             known += [f"{row[name]} for {of}" for of, row in table.items() if name in row]
-        users = f"; used by {users_of(name)}" if flag.of else ""
+        if known and flag.kind in (int, float):
+            more["nargs"] = "?"  # a flag without a number takes the default
+        users = f"; for {users_of(name)}" if flag.of else ""
         default = f" (default {', '.join(known)})" if known else ""
         more["help"] = f"{flag.text}{users}{default}".replace("%", "%%")
         if name not in FIRST and "--help-all" not in argv:
-            more["help"] = argparse.SUPPRESS
+            more["help"] = hidden
         title = f"for the {flag.taker}"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         group = groups.get(name, groups[title])
-        group.add_argument(flag_of(name), default=None, **more)
+        group.add_argument(flag_of(name), **more)
     found, unknown = parser.parse_known_args(argv)
     flags = ["--compare", "--seeds", "--help-all", *map(flag_of, FLAGS)]
     for word in unknown:
         parser.error(f"there is no {word}{hardneg.did_you_mean(word, flags)}")
-    return {name: x for name, x in vars(found).items() if x is not None}
+    return vars(found)
 
 
 # ---- One run, from images to a table -----------------------------------------------------------
 
 
-def run(options: Options, images: Images | None = None, known: dict | None = None) -> dict:
+def run(options, images=None, known=None):
     """Train an encoder, measure it, and save what was found → the content of results.json.
     Several runs may share images, and figures that `report.measure` has found before."""
     results = runs.finished(options)
     if results is not None:
-        report.print_table(results)
+        report.print_table(results, options)
         print(f"This run was finished before. --overwrite replaces {shown(options.out)}.")
         return results
     images = images or read(options)
-    settings = options.of_the_run()
-    print(", ".join(f"{name} {settings[name]}" for name in CRITERION if name in settings))
     encoder, training = build(options, images)
     with runs.alone(options.out):  # from here on there is a folder
         state = runs.restore(training, options, images)
         learn(options, training, state, images)
         if not ranks.is_first():
             return {}
-        results = {name: getattr(options, name) for name in FACTS}
-        seconds = round(state["seconds"], 1)
-        results |= {"seconds": seconds, "options": settings, "history": state["history"]}
+        facts = "loss method data seed epochs device".split()
+        results = {name: getattr(options, name) for name in facts}
+        results |= {"seconds": round(state["seconds"], 1), "history": state["history"]}
+        results["options"] = options.of_the_run()
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
         runs.write_results(options.out, results)  # it marks the end of the run
-        report.print_table(results)
+        report.print_table(results, options)
         if options.report:
             report.write_page(options, encoder, images, results)
         print(f"The results are in {shown(options.out)}/.")
         return results
 
 
-def build(options: Options, images: Images) -> tuple:
+def build(options, images):
     """Make the encoder and its training as the options say."""
-    criterion = hardneg.ContrastiveLoss(**options.of("loss"))
     encoder = runs.untrained(options.encoder, images, options.seed)
     if options.compile:
         encoder.compile()
     schedules = {}
-    if options.anneal and options.weights == "tilted":
+    if options.anneal and options.has_effect("anneal"):
         schedules["beta"] = functools.partial(hardneg.annealed_beta, beta=options.beta)
-    if options.lead_in and options.weights == "top":
+    if options.lead_in and options.has_effect("lead_in"):
         schedules["alpha"] = functools.partial(hardneg.lead_in, alpha=options.alpha)
-    method = make_method(options, criterion, encoder, images)
+    method = make_method(options, encoder, images)
     settings = options.of("training") | {"group": torch.distributed.group.WORLD}
-    if options.labels and options.has_effect("labels"):
-        baselines.give_labels(method, images.train_labels)
     return encoder, hardneg.Training(encoder, images.train, method, schedules=schedules, **settings)
 
 
-def make_method(options: Options, criterion, encoder, images: Images) -> hardneg.SimCLR:
+def make_method(options, encoder, images):
     """Make the method of training that the options name."""
     size = images.train.shape[-1]
-    blurred = {"blur": 0.5} if size > 64 else {}  # it would hide what small images show
-    views = {"view_options": blurred | VIEWS[options.views]}
+    views = VIEWS[options.views]
+    if size > 64:  # it would hide what small images show
+        views = {"blur": 0.5} | views
+    kind = KINDS[options.method]
+    if options.labels and options.has_effect("labels"):
+        kind = baselines.labelled(kind, images.train_labels)
     own = {name: x for name, x in options.of("method").items() if options.has_effect(name)}
-    if options.method == "bank":
-        return hardneg.Bank(criterion, encoder, images.train, **own, **views)
-    if options.method == "queue":
-        return baselines.Queue(criterion, encoder, images.train, **own, **views)
-    if options.method == "clae":
-        return baselines.CLAE(criterion, **own, **views)
+    given = [options.criterion()]
+    if options.method in ("bank", "queue"):
+        given += [encoder, images.train]
     if options.method == "diffhard":
-        return hardneg.DiffHard(criterion, hardneg.Game(size, **own), **views)
-    return hardneg.SimCLR(criterion, **views)
+        given.append(hardneg.Game(size, **own))
+        own = {}
+    return kind(*given, **own, view_options=views)
 
 
-def learn(options: Options, training: hardneg.Training, state: dict, images: Images) -> None:
+def learn(options, training, state, images):
     """Train to the end with a progress bar.
     After each epoch, and each minute, save all that the run needs to go on."""
     n, seen = len(training.images), state["seen"]
@@ -317,8 +342,8 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
             if training.step_in_epoch == 0:
                 state["history"].append(report.summary(training, seen, images))
                 seen.clear()
-            state["seconds"] = now - start
-            state |= {"args": options.of_the_run(), "training": training.state_dict()}
+            state |= {"seconds": now - start, "args": options.of_the_run()}
+            state["training"] = training.state_dict()
             runs.save_checkpoint(options.out, state)
             saved = time.perf_counter()
 
@@ -326,12 +351,12 @@ def learn(options: Options, training: hardneg.Training, state: dict, images: Ima
 # ---- The command -------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv):
     """Run a command. A user's mistake ends it with one line and exit code 2."""
     warnings.formatwarning = lambda message, *_, **__: f"{shown(message)}\n"
     try:
         with ranks.joined():
-            act(parse(sys.argv[1:] if argv is None else argv))
+            act(parse(argv))
             sys.stdout.flush()
     except KeyboardInterrupt:
         print("\nStopped. The same command without --overwrite goes on.", file=sys.stderr)
@@ -344,17 +369,14 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def act(given: dict) -> None:
+def act(given):
     """Check the options of a command, then do what it asks for."""
     several = {"compare", "seeds"} & given.keys()
     losses, seeds = given.pop("compare", [given.get("loss")]), given.pop("seeds", 3)
     rows = [Options(**given | {"loss": loss}) for loss in dict.fromkeys(losses)]
     for name, value in given.items():
         if not any(row.has_effect(name) for row in rows):
-            losses = ", ".join(row.loss for row in rows)
-            chosen = f"--data {shown(rows[0].data)}, --method {rows[0].method} and --loss {losses}"
-            flag = flag_of(name, value)
-            print(f"{flag} has no effect with {chosen}. It is for {users_of(name)}.")
+            print(f"{flag_of(name, value)} has no effect here. It is for {users_of(name)}.")
     for row in rows:
         check(row)
     if several:
@@ -364,7 +386,7 @@ def act(given: dict) -> None:
         run(rows[0])
 
 
-def check(options: Options) -> None:
+def check(options):
     """Find mistakes in the options before anything slow, by building the run for four images."""
     try:
         torch.zeros(1, device=options.device).item()
@@ -373,8 +395,7 @@ def check(options: Options) -> None:
     for name, flag in FLAGS.items():
         value = getattr(options, name)
         if flag.limits and value is not None:
-            least, most = flag.limits
-            require(least <= value <= most, flag_of(name), value, f"from {least:g} to {most:g}")
+            hardneg._check(flag_of(name), value, flag.limits)
     side = options.size or 32
     few = torch.zeros(4 * ranks.COUNT, 3, side, side, dtype=torch.uint8)
     baselines.say_no_effect(options)
@@ -382,4 +403,4 @@ def check(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

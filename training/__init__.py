@@ -6,22 +6,20 @@ training. `compare` trains with several losses.
 """
 
 import os
-from collections.abc import Iterable
-from pathlib import Path
 
 from hardneg import _require as require  # require(valid, name, got, allowed) raises InvalidArgument
 
 __all__ = ["flag_of", "require", "shown", "write_whole"]
 
 
-def flag_of(name: str, value: object = None) -> str:
+def flag_of(name, value=None):
     """Write the flag of an option, such as --lead-in, or --no-lead-in for the value False."""
     if value is False:
         name = f"no_{name}"
     return f"--{name.replace('_', '-')}"
 
 
-def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
+def write_whole(path, pieces):
     """Write pieces to a file. It replaces an older one in one step, once all is on the disk."""
     part = path.with_name(f"{path.name}.part")
     try:
@@ -34,7 +32,7 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         part.unlink(missing_ok=True)
 
 
-def shown(text: object) -> str:
+def shown(text):
     """Write text, such as the name of a folder, without characters that steer a terminal."""
     written = ""
     for letter in str(text):

@@ -7,7 +7,6 @@ Each class is a method for `hardneg.Training`. References in brackets are those 
 import copy
 
 import torch
-from torch import distributed
 
 import hardneg
 from training import require
@@ -29,31 +28,24 @@ class Queue(hardneg.SimCLR):
         super().__init__(criterion, view_options)
         require(0 <= momentum < 1, "momentum", momentum, "in [0, 1)")
         n = len(images)
-        allowed = f"from 1 to {n - 1}, as there are {n} images"
-        require(1 <= queue_size < n, "queue_size", queue_size, allowed)
+        hardneg._check("queue_size", queue_size, [1, n - 1])
         self.momentum = momentum
         self.slow = copy.deepcopy(encoder).requires_grad_(False).eval()
         self.leader = (encoder,)  # in a tuple, so that its state is not saved with this module
         first = torch.arange(queue_size, device=images.device) * n // queue_size  # evenly spread
         self.register_buffer("rows", hardneg.embed(encoder, images[first])[1])
 
-    def step(self, encoder, images, index, generator, **options):
+    def step(self, encoder, images, index, generator, descend, **options):
         z = hardneg.unit(self.embed_views(encoder, generator, images)[0])
         keys = hardneg.unit(self.embed_views(self.slow, generator, images)[0])  # no gradient
-        self.keys, place = keys, torch.arange(len(keys), device=keys.device)
-        if self.group is not None:  # in the order of the batch, of which a rank has every k-th row
-            ranks = distributed.get_world_size(self.group)
-            place = ranks * place + distributed.get_rank(self.group)
-            of_ranks = hardneg.gather(keys, self.group).unflatten(0, (ranks, -1))
-            self.keys = of_ranks.transpose(0, 1).flatten(0, 1)
-        candidates = torch.cat([self.keys, self.rows])
-        given = {"negatives": candidates, "positive_index": place, "normalize": False}
-        return self.contrast(z, keys, **given, **options)
-
-    def after_step(self):
-        newest_first = torch.cat([self.keys, self.rows])
-        self.rows.copy_(newest_first[: len(self.rows)])
+        place = len(keys) * self.rank + torch.arange(len(keys), device=keys.device)
+        candidates = torch.cat([hardneg.gather(keys, self.group), self.rows])  # newest first
+        options |= {"negatives": candidates, "positive_index": place, "normalize": False}
+        loss, figures = self.contrast(z, keys, **options)
+        descend(loss)
+        self.rows.copy_(candidates[: len(self.rows)])
         hardneg.follow(self.slow, self.leader[0], self.momentum)
+        return figures
 
 
 class CLAE(hardneg.SimCLR):
@@ -69,7 +61,7 @@ class CLAE(hardneg.SimCLR):
         require(0 < bound < 1, "bound", bound, "in (0, 1)")
         self.bound = bound
 
-    def step(self, encoder, images, index, generator, return_stats=False, **options):
+    def step(self, encoder, images, index, generator, descend, return_stats=False, **options):
         first = hardneg.view(images, generator, **self.view_options)
         second = hardneg.view(images, generator, **self.view_options).requires_grad_()
         z, other = encoder(torch.cat([first, second]))[1].chunk(2)
@@ -78,27 +70,28 @@ class CLAE(hardneg.SimCLR):
             (gradient,) = torch.autograd.grad(loss, second, retain_graph=True)
         harder = (second + self.bound * gradient.sign()).clamp(0, 1).detach()
         harder_loss, _ = self.contrast(z, encoder(harder)[1], **options)
-        return (loss + harder_loss) / 2, figures
+        descend((loss + harder_loss) / 2)
+        return figures
 
 
-def give_labels(method: hardneg.SimCLR, labels: torch.Tensor) -> None:
-    """Let the loss of a method know the labels (n,) of the training images.
+def labelled(kind, labels):
+    """Make a method of some kind tell its loss the labels (n,) of the training images → its class.
     Images without a label have −1. Each of them gets a number of its own."""
     require(labels.max() >= 0, "--labels", "given", "left out, as these images have no classes")
     own = labels.max() + 1 + torch.arange(len(labels), device=labels.device)
     labels = torch.where(labels < 0, own, labels)
-    step = method.step
 
-    def labelled(encoder, images, index, generator, **options):
-        options["labels"] = labels[index]
-        if isinstance(method, hardneg.Bank):  # its rows are candidates, too
-            options["labels"] = torch.cat([labels[index], labels])
-        return step(encoder, images, index, generator, **options)
+    class Labelled(kind):
+        def step(self, encoder, images, index, generator, descend, **options):
+            options["labels"] = labels[index]
+            if isinstance(self, hardneg.Bank):  # its rows are candidates, too
+                options["labels"] = torch.cat([labels[index], labels])
+            return super().step(encoder, images, index, generator, descend, **options)
 
-    method.step = labelled
+    return Labelled
 
 
-def say_no_effect(options) -> None:
+def say_no_effect(options):
     """Say if a micro-batch holds whole batches, or if a loss needs labels to differ from nce."""
     if options.micro_batch is not None and options.micro_batch >= 2 * options.batch_size:
         print("--micro-batch has no effect, as a batch has no more views than that.")

@@ -5,11 +5,9 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from training import write_whole
 
@@ -20,7 +18,7 @@ class Rows:
     """Hold some rows of images (n, 3, H, W), and gather a few when they are asked for.
     The images may lie in a file that is larger than the memory. They may be Rows, too."""
 
-    def __init__(self, images: "Tensor | Rows", index: Tensor):
+    def __init__(self, images, index):
         self.images, self.device = images, images.device
         self.index = index.to(self.device)
         self.shape = (len(index),) + tuple(images.shape[1:])
@@ -28,24 +26,24 @@ class Rows:
     def __len__(self):
         return len(self.index)
 
-    def __getitem__(self, k) -> Tensor:
+    def __getitem__(self, k):
         return self.images[self.index[k]]
 
-    def split(self, size: int) -> Iterator[Tensor]:
+    def split(self, size):
         for some in self.index.split(size):
             yield self.images[some]
 
-    def to(self, device: torch.device) -> Tensor:
+    def to(self, device):
         """Copy all rows to a device, some at a time."""
         return torch.cat([some.to(device) for some in self.split(500)])
 
 
-def home() -> Path:
+def home():
     """Name the folder that keeps decoded images, if the user names none."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "hardneg")
 
 
-def kept(folder: Path, files: list[Path], size: int, decoded: Iterator) -> tuple | None:
+def kept(folder, files, size, decoded):
     """Map the decoded images of files → uint8 (n, 3, size, size), a list of their facts.
     decoded yields each image and its fact. Its work begins only if the folder does not keep them.
     What cannot be kept gives a warning and None."""
@@ -66,7 +64,7 @@ def kept(folder: Path, files: list[Path], size: int, decoded: Iterator) -> tuple
         return None
 
 
-def write(path: Path, n: int, decoded: Iterator) -> None:
+def write(path, n, decoded):
     """Write n bytes of images, and their facts.
     One process at a time writes to a folder. Others wait, and then find what it wrote."""
     import fcntl  # Windows does not have it, so there nothing is kept
@@ -85,7 +83,7 @@ def write(path: Path, n: int, decoded: Iterator) -> None:
         write_whole(path, content_of(decoded))
 
 
-def content_of(decoded: Iterator) -> Iterator[bytes]:
+def content_of(decoded):
     """Yield the pixels of each image, and at the end the facts of all as JSON."""
     facts = []
     for image, fact in decoded:

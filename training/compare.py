@@ -1,15 +1,13 @@
 """Train with several losses and seeds, and compare what they learned."""
 
 import itertools
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import mean
 
 from training import ranks, report, require, runs
 from training.images import read
 
 
-def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
+def compare(plan, train, out):
     """Train all runs of a plan that are not finished. Print a table of their results.
     plan has a list of `train.Options` for each row. `plan_of` makes it.
     train(options, images, known) trains one run and returns its results."""
@@ -31,28 +29,32 @@ def compare(plan: dict[str, list], train: Callable, out: Path) -> dict:
     return found
 
 
-def plan_of(rows: list, seeds: int, out: Path) -> dict[str, list]:
+def plan_of(rows, seeds, out):
     """Plan the runs of a comparison → {loss: its runs}. rows are `train.Options` of each loss.
     All losses get the same epochs, batch size and learning rate."""
     require(seeds >= 1, "--seeds", seeds, "at least 1")
-    alike = {"epochs": max(row.epochs for row in rows)}
-    alike["batch_size"] = min(row.batch_size for row in rows)
-    alike["lr"] = min(row.lr for row in rows)
+    alike = {
+        "epochs": max(row.epochs for row in rows),
+        "batch_size": min(row.batch_size for row in rows),
+        "lr": min(row.lr for row in rows),
+    }
     plan = {row.loss: [] for row in rows}
     for row in rows:
         for seed in range(row.seed, row.seed + seeds):
-            folder = out / f"{row.loss}-{seed}"
-            plan[row.loss].append(row.but(**alike, seed=seed, out=folder))
+            alike |= {"seed": seed, "out": out / f"{row.loss}-{seed}"}
+            plan[row.loss].append(row.but(**alike))
     return plan
 
 
-def seed_by_seed(plan: dict[str, list]) -> Iterator[tuple]:
+def seed_by_seed(plan):
     """Yield each run of a plan as (name, options). The first seed of all rows comes first."""
-    for of_seed in zip(*plan.values(), strict=True):
-        yield from zip(plan, of_seed, strict=True)
+    several = next(iter(plan.values()))
+    for k in range(len(several)):
+        for name, of_name in plan.items():
+            yield name, of_name[k]
 
 
-def table_of(found: dict[str, list]) -> str:
+def table_of(found):
     """Write {name: results of each seed} as a Markdown table, in the order of linear accuracy.
     With several seeds, the last column has the gain of each row over SimCLR. Without SimCLR it is
     the gain over the first row. Behind ± is half the width of Student's 95 % interval."""
@@ -76,7 +78,7 @@ def table_of(found: dict[str, list]) -> str:
     return report.markdown(lines)
 
 
-def gaps_of(one: list, other: list, figure: str = "linear") -> list[float]:
+def gaps_of(one, other, figure="linear"):
     """Return the differences of two rows of results, paired by seed.
     A seed that only one row has is left out, as in a study that was stopped."""
     of_seed = {run["seed"]: run[figure] for run in other}

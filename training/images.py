@@ -12,7 +12,6 @@ import statistics
 import warnings
 import zlib
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple
@@ -63,14 +62,14 @@ class Images(NamedTuple):
 
 
 def load(
-    data: str = "shapes",
-    root: str = "data",
-    size: int | None = None,
-    fraction: float = 1.0,
-    validation: bool = False,
-    seed: int = 0,
-    kept: Path | None = None,
-) -> Images:
+    data="shapes",
+    root="data",
+    size=None,
+    fraction=1.0,
+    validation=False,
+    seed=0,
+    kept=None,
+):
     """Load "shapes", a set of TORCHVISION or a folder of images.
     The arguments are the options of train.py that have the same names. kept is --cache. Without it
     all is decoded into memory."""
@@ -105,7 +104,7 @@ def load(
     return images
 
 
-def read(options) -> Images:
+def read(options):
     """Load the images that `train.Options` name, and print what they are."""
     kept = options.cache or cache.home()
     with ranks.first_before_others():  # it may download and decode
@@ -126,7 +125,7 @@ def read(options) -> Images:
     return images
 
 
-def fits(images: Images, device: torch.device) -> bool:
+def fits(images, device):
     """Whether images may move to a device. On a GPU they fill at most a third of its memory."""
     if device.type == "cuda":
         third = torch.cuda.get_device_properties(device).total_memory / 3
@@ -134,7 +133,7 @@ def fits(images: Images, device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def some(names: list) -> str:
+def some(names):
     """Name the first three."""
     text = ", ".join(map(str, names[:3]))
     if len(names) > 3:
@@ -142,7 +141,7 @@ def some(names: list) -> str:
     return text
 
 
-def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
+def share(labels, fraction, seed):
     """Draw a share of each class, and at least one image of it → their indices in order."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     parts = [order[:0]]
@@ -152,7 +151,7 @@ def share(labels: Tensor, fraction: float, seed: int) -> Tensor:
     return torch.cat(parts).sort().values
 
 
-def every_fifth(labels: Tensor) -> Tensor:
+def every_fifth(labels):
     """Mark every fifth image of each class.
     Images without a label are marked only if no image has one, as they can test little."""
     held = torch.zeros(len(labels), dtype=torch.bool)
@@ -163,17 +162,17 @@ def every_fifth(labels: Tensor) -> Tensor:
     return held
 
 
-def even(labels: Tensor, n: int) -> Tensor:
+def even(labels, n):
     """Draw about n images, or all if they are fewer, an equal share of each class."""
     return share(labels.cpu(), min(1, n / len(labels)), 0)
 
 
-def at_most(images: Images, n: int) -> Images:
+def at_most(images, n):
     """Take about n training and n test images, an equal share of each class."""
-    some = even(images.train_labels, n)
-    others = even(images.test_labels, n)
-    few = images._replace(train=Rows(images.train, some), train_labels=images.train_labels[some])
-    return few._replace(test=Rows(images.test, others), test_labels=images.test_labels[others])
+    train, test = even(images.train_labels, n), even(images.test_labels, n)
+    few = {"train": Rows(images.train, train), "train_labels": images.train_labels[train]}
+    few |= {"test": Rows(images.test, test), "test_labels": images.test_labels[test]}
+    return images._replace(**few)
 
 
 # ---- The built-in images: an outline is a class ------------------------------------------------
@@ -181,7 +180,7 @@ def at_most(images: Images, n: int) -> Images:
 SHAPES = "disc ellipse triangle square star clover peanut heart cross gear".split()
 
 
-def outlines(a: Tensor) -> Iterator[Tensor]:
+def outlines(a):
     """Yield the distance from the centre to each outline in direction a, at most about 1."""
     cos, sin = a.cos(), a.sin()
     yield torch.full_like(a, 0.8)
@@ -196,7 +195,7 @@ def outlines(a: Tensor) -> Iterator[Tensor]:
     yield 0.8 + 0.2 * torch.tanh(6 * (8 * a).cos())
 
 
-def polygon(a: Tensor, corners: int) -> Tensor:
+def polygon(a, corners):
     """Return the distance from the centre to the outline of a regular polygon in direction a."""
     half = math.pi / corners  # half the angle of a side
     from_middle = a.remainder(2 * half) - half
@@ -207,7 +206,7 @@ CRAYONS = [[0.85, 0.25, 0.2], [0.2, 0.4, 0.85], [0.9, 0.8, 0.3], [0.15, 0.15, 0.
 CRAYONS = torch.tensor(CRAYONS)[:, :, None, None]
 
 
-def shapes(n: int = 8000, seed: int = 0, size: int = 32) -> Drawn:
+def shapes(n=8000, seed=0, size=32):
     """Draw n images of outlines → uint8 (n, 3, size, size), labels (n,).
     Colours, place, scale, rotation and noise are random. A seed repeats its images."""
     generator = torch.Generator().manual_seed(seed)
@@ -246,12 +245,11 @@ def draw_shapes(labels, size, generator):
 # ---- torchvision's sets, and folders -------------------------------------------------------------
 
 
-def from_torchvision(name: str, root: str) -> tuple:
+def from_torchvision(name, root):
     """Open one of torchvision's sets in the folder root, or download it there → sets, classes."""
-    kind, of_train, of_test = TORCHVISION[name]
+    kind, *parts = TORCHVISION[name]
     try:
-        train = getattr(datasets, kind)(root, download=True, **of_train)
-        test = getattr(datasets, kind)(root, download=True, **of_test)
+        train, test = (getattr(datasets, kind)(root, download=True, **part) for part in parts)
     except Exception as error:  # errors of the network, the disk and the archive differ in type
         message = f"{name} is not in {root}/ and cannot be downloaded ({error})."
         raise InvalidArgument(f"{message} Put it there, or say by --root where it is.") from error
@@ -262,7 +260,7 @@ class Folder:
     """Open the images at some paths in a folder.
     Each folder in it is a class. If it has fewer than two folders, there are no classes."""
 
-    def __init__(self, root: Path, paths: list[Path]):
+    def __init__(self, root, paths):
         n = len(root.parts)  # by parts, as pathlib's own ways take seconds for many files
         tops = {path: path.parts[n] for path in paths if path.parts[:n] == root.parts}
         names = sorted({top for path, top in tops.items() if path.name != top})
@@ -280,7 +278,7 @@ class Folder:
         return Image.open(self.imgs[k]), self.targets[k]
 
 
-def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
+def find(folder, home, seen, left_out):
     """List the files in a folder, at any depth, that Pillow may open.
     left_out gets the reason for each of the others. Links to what is read anyway, in the folder
     home, are not followed, nor those to a folder that was seen before."""
@@ -306,7 +304,7 @@ def find(folder: Path, home: Path, seen: set, left_out: dict) -> list[Path]:
     return paths
 
 
-def words_of_split(names: Iterable[str]) -> dict[str, str]:
+def words_of_split(names):
     """Find the names that have a word of TRAIN + TEST → {name: its word}, in the order of words."""
     found = {}
     for word in TRAIN + TEST:
@@ -316,7 +314,7 @@ def words_of_split(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def places_of(folder: Path, paths: list[Path]) -> list[Path]:
+def places_of(folder, paths):
     """Find the folder to train on and the one to test on, if there are any, by their names.
     Otherwise the folder itself is the only place. What could be either is an error."""
     inner = {}  # {folder: the names of all folders in it}
@@ -346,16 +344,17 @@ def places_of(folder: Path, paths: list[Path]) -> list[Path]:
     )
 
 
-def from_folder(folder: Path) -> tuple:
+def from_folder(folder):
     """Find the images of a folder, or of folders such as train/ and test/ in it.
     → sets, classes, a sentence on the split. Without a folder to test on, that set is None."""
     left_out, home = {}, folder.resolve()
     paths = find(folder, home, set(home.parents), left_out)
     places = places_of(folder, paths)
     sets = [Folder(place, paths) for place in places]
-    read = {path for part in sets for path in part.imgs}
-    beside = [path for path in paths if path not in read]
-    left_out |= dict.fromkeys(beside, "lie beside the folders that are read")
+    beside = dict.fromkeys(paths, "lie beside the folders that are read")
+    for path in (path for part in sets for path in part.imgs):
+        del beside[path]
+    left_out |= beside
     for reason in sorted(set(left_out.values())):
         names = [path.relative_to(folder) for path, why in left_out.items() if why == reason]
         message = f"In {folder}, {len(names)} files or folders are left out, as they {reason}"
@@ -370,7 +369,7 @@ def from_folder(folder: Path) -> tuple:
     return train, test, train.classes, f"The split is that of {names}."
 
 
-def side_of(dataset) -> int:
+def side_of(dataset):
     """Return the median of the shorter sides of some readable images, even and from 8 to 96.
     If no image is readable, return 32."""
     sides, n = [], len(dataset)
@@ -383,13 +382,13 @@ def side_of(dataset) -> int:
     return min(96, max(8, median // 2 * 2))
 
 
-def labels_of(dataset) -> Tensor:
+def labels_of(dataset):
     """Return the labels of a set. torchvision calls them targets or labels."""
     labels = dataset.targets if hasattr(dataset, "targets") else dataset.labels
-    return torch.as_tensor(labels, dtype=torch.long)
+    return torch.as_tensor(labels).long()
 
 
-def colours_of(picture: Image.Image) -> Image.Image:
+def colours_of(picture):
     """Convert a picture to RGB of 8 bits, the right way up.
     Deeper pixels are scaled by their depth, and floats from [0, 1]. What is transparent shows
     white. Of several frames the first is taken."""
@@ -410,7 +409,7 @@ def colours_of(picture: Image.Image) -> Image.Image:
     return upright.convert("RGB")
 
 
-def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
+def take(dataset, index, size, kept):
     """Take some images of a set as squares → uint8 (n, 3, size, size), labels (n,), a checksum.
     If a folder may keep them, all files of the set are decoded, but only once. Files that cannot be
     read are left out, with a warning that names some."""
@@ -419,7 +418,7 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
         images = dataset.images[index]
         return images, labels, zlib.crc32(images.numpy())
     found = None
-    if kept is not None and isinstance(dataset, Folder) and len(dataset) > 0:
+    if kept is not None and isinstance(dataset, Folder) and dataset.imgs:
         decoded = decode(dataset, torch.arange(len(dataset)), size)  # nothing yet
         found = cache.kept(kept, dataset.imgs, size, decoded)
     if found is not None:
@@ -434,13 +433,13 @@ def take(dataset, index: Tensor, size: int, kept: Path | None) -> tuple:
         message = f"{len(broken)} of {len(index)} files cannot be read and are left out"
         again = "" if found is None else " To try them again, remove what --cache keeps."
         warnings.warn(f"{message}, for example {some(broken)}.{again}", stacklevel=1)
-        readable = [k for k, fact in enumerate(facts) if isinstance(fact, int)]
-        images, labels = Rows(images, torch.tensor(readable, dtype=torch.long)), labels[readable]
-        facts = [facts[k] for k in readable]
+        readable = torch.tensor([isinstance(fact, int) for fact in facts])
+        images, labels = Rows(images, readable.nonzero()[:, 0]), labels[readable]
+        facts = [fact for fact in facts if isinstance(fact, int)]
     return images, labels, zlib.crc32(repr(facts).encode())
 
 
-def decode(dataset, index: Tensor, size: int) -> Iterator[tuple]:
+def decode(dataset, index, size):
     """Decode images of a set, and yield each as a square with its fact.
     A fact is the checksum of an image. If it cannot be read, the fact says why, and it is black."""
 

@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import os
 import sys
-from collections.abc import Iterator
 
 import torch
 from torch import distributed
@@ -22,13 +21,13 @@ if torch.cuda.is_available():
     DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # each process has a GPU of its own
 
 
-def is_first() -> bool:
+def is_first():
     """Whether this process is the one that prints and saves."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[None]:
+def joined():
     """Join the other processes, if torchrun has started this one. All but the first are quiet."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield
@@ -51,7 +50,7 @@ def joined() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def first_before_others() -> Iterator[None]:
+def first_before_others():
     """Let rank 0 do something, such as a download, before the others do it."""
     if not is_first():
         distributed.barrier()

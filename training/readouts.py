@@ -7,13 +7,12 @@ of classes. References in brackets are those of hardneg.py.
 import math
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 import hardneg
 
 
-def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5) -> float:
+def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5):
     """Classify by a vote of the k nearest, each with weight e^{cos/t} → accuracy in percent.
     train is (n, D), test is (m, D), and their labels are (n,) and (m,). If k is above n, all n
     vote. The defaults are those of the code of [1]."""
@@ -29,9 +28,7 @@ def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5)
 
 
 @torch.inference_mode(False)  # fitting needs gradients, even if the caller turned them off
-def linear_readout(
-    train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor, l2: float = 1e-3
-) -> float:
+def linear_readout(train, train_labels, test, test_labels, l2=1e-3):
     """Classify by logistic regression → accuracy in percent.
         min over W, b of mean cross-entropy + l2/2 ‖W‖²
 
@@ -65,7 +62,7 @@ def linear_readout(
 
 
 @torch.no_grad()
-def tolerance(z: Tensor, labels: Tensor) -> Tensor:
+def tolerance(z, labels):
     """Measure how near the samples of a class are, by the mean cosine of pairs with one label.
     z is (n, D), labels are (n,), and the result is in [−1, 1]. Ref: [4] Eq. 11, but averaged over
     the pairs with one label, as in Table 1 there"""
@@ -78,7 +75,7 @@ def tolerance(z: Tensor, labels: Tensor) -> Tensor:
     return cosines / pairs
 
 
-def check_finite(**given: Tensor) -> None:
+def check_finite(**given):
     """Raise an error that names the features which have NaN or inf."""
     for name, x in given.items():
         bad = (~x.isfinite()).any(1).sum()

@@ -5,23 +5,20 @@ import html
 import io
 import itertools
 import math
-import os
 import shlex
 import string
 import warnings
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
 from matplotlib import pyplot as plt
 from scipy import linalg, special
-from torch import Tensor
 
 import hardneg
 from training import flag_of, readouts, runs, shown, write_whole
 from training.cache import Rows
-from training.images import Images, at_most, even
+from training.images import at_most, even
 
 COLUMNS = {
     "linear": "linear %",
@@ -29,7 +26,7 @@ COLUMNS = {
     "uniformity": "uniformity",
     "tolerance": "tolerance",
 }
-OF_SOME = {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # figures of a few studies
+TITLES = COLUMNS | {"transfer": "on shapes %", "finetuned": "fine-tuned %"}  # of a few studies
 FIGURES = "loss positive negative spread ess candidates clamped d_loss g_loss".split()
 READOUT = 100_000  # a readout takes no more images, as their features must fit into memory
 PAIRED = 10_000  # uniformity looks at all pairs of no more embeddings, in half a GiB
@@ -38,17 +35,29 @@ PAIRED = 10_000  # uniformity looks at all pairs of no more embeddings, in half 
 # ---- Figures -----------------------------------------------------------------------------------
 
 
-def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -> dict:
-    """Measure an encoder. If it is None, measure the pixels, averaged to 16 × 16.
-    Accuracies are in percent. Without classes, figures that need them are None."""
+class Pixels(torch.nn.AdaptiveAvgPool2d):
+    """Stand for an encoder whose features and embeddings are pixels, averaged to 16 × 16.
+    They are told apart better than more of them, and in less time."""
+
+    def __init__(self, images):
+        super().__init__(min(16, images.train.shape[-1]))
+        self.weight = torch.nn.Parameter(torch.zeros(1))  # which says where it works
+        self.to(images.train_labels.device)
+
+    def forward(self, images):
+        pixels = super().forward(images).flatten(1)
+        return pixels, pixels
+
+
+def evaluate(encoder, images, figures=tuple(COLUMNS)):
+    """Measure an encoder. Accuracies are in percent. Without classes, what needs them is None."""
     least = 0 if images.classes else -1
     some = (images.train_labels >= least).nonzero()[:, 0]
     some = some[even(images.train_labels[some], READOUT)]
-    labels = images.train_labels[some]
-    train, _ = _features(encoder, Rows(images.train, some), labels.device)
-    test, z = _features(encoder, images.test, labels.device)
-    sets = train, labels, test, images.test_labels
+    train, _ = hardneg.embed(encoder, Rows(images.train, some))
+    test, z = hardneg.embed(encoder, images.test)
     readouts.check_finite(train=train, test=test, embeddings=z)
+    sets = train, images.train_labels[some], test, images.test_labels
     ways = {"uniformity": (hardneg.uniformity, [z[even(images.test_labels, PAIRED)]])}
     if images.classes:
         ways["tolerance"] = readouts.tolerance, [z, images.test_labels]
@@ -63,41 +72,25 @@ def evaluate(encoder, images: Images, figures: Iterable[str] = tuple(COLUMNS)) -
     return found
 
 
-def _features(encoder, images, device):
-    """Return features and embeddings of images. Without an encoder both are the pixels.
-    Pixels averaged to 16 × 16 are told apart better than more of them, and in less time."""
-    if encoder is not None:
-        return hardneg.embed(encoder, images)
-    side = min(16, images.shape[-1])
-    pool = torch.nn.AdaptiveAvgPool2d(side)
-    # one tensor for all, as many small ones would fragment the memory that parts reuse
-    pixels = torch.empty(len(images), 3 * side * side, device=device)
-    for rows, part in zip(pixels.split(500), images.split(500), strict=True):
-        rows.copy_(pool(part.to(device) / 255).flatten(1))
-    return pixels, pixels
-
-
-def measure(encoder, images: Images, name: str, seed: int, known: dict | None = None) -> dict:
+def measure(encoder, images, name, seed, known=None):
     """Measure the trained encoder, the untrained one of a seed, and raw pixels.
     The dict `known` keeps the figures of the last two for other runs."""
     print("Measuring raw pixels, the untrained and the trained encoder …", flush=True)
-    if known is None:
-        known = {}
+    known = {} if known is None else known
     start = f"{name} {seed}"
     if "raw" not in known:
-        known["raw"] = evaluate(None, images)
+        known["raw"] = evaluate(Pixels(images), images)
     if start not in known:
         known[start] = evaluate(runs.untrained(name, images, seed), images)
-    trained = evaluate(encoder, images)
-    return trained | {"untrained": known[start], "raw": known["raw"]}
+    return evaluate(encoder, images) | {"untrained": known[start], "raw": known["raw"]}
 
 
-def keep_figures(seen: list[dict]) -> None:
+def keep_figures(seen):
     """Turn the figures of some steps into numbers, and keep only those in FIGURES."""
     seen[:] = [{name: float(step[name]) for name in FIGURES if name in step} for step in seen]
 
 
-def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dict:
+def summary(training, seen, images):
     """Summarise an epoch by the means of its figures and, ten times in a run, by the accuracy."""
     means = {"epoch": training.epoch}
     for name in FIGURES:
@@ -106,16 +99,16 @@ def summary(training: hardneg.Training, seen: list[dict], images: Images) -> dic
             means[name] = mean(values)
     every = math.ceil(training.epochs / 10)
     if training.epoch % every == 0 and images.classes:
-        trained = every * len(training.images)
-        some = at_most(images, max(1000, trained // 20))  # measuring takes little time
-        means |= evaluate(training.encoder, some, ("knn",))
+        # about a twentieth of the images since the last time, so that it takes little time
+        some = at_most(images, max(1000, every * len(training.images) // 20))
+        means |= evaluate(training.encoder, some, ["knn"])
     return means
 
 
 # ---- Tables ------------------------------------------------------------------------------------
 
 
-def spread(values: list, digits: int = 1) -> str:
+def spread(values, digits=1):
     """Write the mean ± the standard deviation of values, or a single value alone."""
     text = f"{mean(values):.{digits}f}"
     if len(values) > 1:
@@ -123,7 +116,7 @@ def spread(values: list, digits: int = 1) -> str:
     return text
 
 
-def interval(gaps: list) -> tuple[float, float]:
+def interval(gaps):
     """Return the mean of differences, and half the width of Student's 95 % interval.
     For a single difference the width is ∞."""
     n = len(gaps)
@@ -133,23 +126,23 @@ def interval(gaps: list) -> tuple[float, float]:
     return mean(gaps), factor * stdev(gaps) / math.sqrt(n)
 
 
-def gain(gaps: list, digits: int = 1) -> str:
+def gain(gaps, digits=1):
     """Write the mean of differences ± half the width of its interval, or a single one alone."""
     middle, half = interval(gaps)
-    if len(gaps) == 1:
-        return f"{middle:+.{digits}f}"
-    return f"{middle:+.{digits}f} ± {half:.{digits}f}"
+    text = f"{middle:+.{digits}f}"
+    if len(gaps) > 1:
+        text += f" ± {half:.{digits}f}"
+    return text
 
 
-def cells(rows: dict[str, list]) -> list[list[str]]:
+def cells(rows):
     """Write {name: figures of each of its runs} as lines of a table, without empty columns."""
     some = next(iter(rows.values()))[0]
-    titles = COLUMNS | OF_SOME
-    shown = [name for name in titles if some.get(name) is not None]
-    lines = [[""] + [titles[name] for name in shown]]
+    titles = {name: x for name, x in TITLES.items() if some.get(name) is not None}
+    lines = [[""] + list(titles.values())]
     for title, figures in rows.items():
         line = [title]
-        for name in shown:
+        for name in titles:
             digits = 1 if "%" in titles[name] else 2
             values = [run[name] for run in figures if name in run]  # some runs lack a figure
             line.append(spread(values, digits) if values else "")
@@ -157,31 +150,28 @@ def cells(rows: dict[str, list]) -> list[list[str]]:
     return lines
 
 
-def markdown(lines: list[list[str]]) -> str:
+def markdown(lines):
     """Write lines of cells as a Markdown table. The first line is its heading."""
-    heading, *body = lines
-    rule = ["---"] * len(heading)
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heading, rule] + body)
+    rule = ["---"] * len(lines[0])
+    return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule] + lines[1:])
 
 
-def rows_of(results: dict) -> dict[str, list]:
-    """Return raw pixels, the untrained and the trained encoder of a run as rows for `cells`."""
-    return {
-        "raw pixels": [results["raw"]],
-        "untrained encoder": [results["untrained"]],
-        "trained encoder": [results],
-    }
+def table_of(results):
+    """Write raw pixels, the untrained and the trained encoder of a run as a table of plain text."""
+    rows = {"raw pixels": [results["raw"]], "untrained encoder": [results["untrained"]]}
+    text = ""
+    for title, *line in cells(rows | {"trained encoder": [results]}):
+        text += f"{title:18}" + "".join(f"{cell:>12}" for cell in line) + "\n"
+    return text
 
 
-def print_table(results: dict) -> None:
-    """Print the table of a run."""
-    print()
-    for line in cells(rows_of(results)):
-        print(f"{line[0]:18}" + "".join(f"{x:>12}" for x in line[1:]))
-    if results["linear"] is None:  # there are no classes
-        return
-    if results["linear"] <= max(results["untrained"]["linear"], results["raw"]["linear"]):
+def print_table(results, options):
+    """Print the table of a run of `train.Options`, and the line of Python that makes its loss."""
+    print(f"\n{table_of(results)}")
+    before = [results["untrained"]["linear"], results["raw"]["linear"]]
+    if None not in before and results["linear"] <= max(before):  # there are classes
         print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
+    print(f"criterion = {options.criterion()}")
 
 
 # ---- The page, whose pictures have a title and a sentence on what to see in them -----------------
@@ -194,16 +184,17 @@ PAGE = string.Template("""<!doctype html>
 :root { color-scheme: light dark } code { overflow-wrap: anywhere }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: auto; padding: 1rem }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 1rem 0 } h2 { font-size: 1.1rem; margin: 0 }
-table { font-size: .9rem; border-spacing: 0 } td { padding: .1rem .7rem .1rem 0 }
+pre { overflow-x: auto }
 main { display: flex; flex-wrap: wrap; gap: 2rem; margin: 2rem 0 }
 section { flex: 1 1 20rem } img { width: 100%; max-width: 36rem; background: white }
-</style><h1>$verdict</h1><p>$besides</p><p><code>$command</code></p><table>$table</table>
+</style><h1>$verdict</h1><p>$besides</p><p><code>$command</code></p><p>It trains with
+<code>criterion = $criterion</code></p><pre>$table</pre>
 <p>"linear" is the test accuracy of logistic regression on frozen features, and "kNN" that of a vote
 of the 200 nearest training images. Uniformity is about −4 if embeddings cover the sphere evenly,
 and 0 if all are one point. Tolerance is the mean cosine within a class.</p>
 <main>$pictures</main>
-<details><summary>$facts</summary><p>$settings</p></details>
-<p>Made by <a href="$home">hardneg</a>, whose README says which loss to take when.</p></html>
+<details><summary>$facts</summary><p>$settings. Classes: $classes</p></details>
+<p>Made by hardneg, whose README says which loss to take when.</p></html>
 """)
 # A picture has the curves of some figures. Curves that stay at one value are left out.
 CURVES = {
@@ -226,8 +217,19 @@ CURVES = {
     "Negatives of an anchor": ("candidates", "So many samples are pushed away."),
 }
 
+NEAREST = (
+    "Each framed image is followed by the others nearest to it, its hardest negatives. The numbers "
+    "are their weights, and the average weight is 1. Where classes are known, an orange number "
+    "marks a false negative, which has the class of the image."
+)
+MAP = (
+    "Each point is a test image, and classes have colours. The features are shown in the plane "
+    "where classes of training images lie farthest apart, compared with their spread. Images of "
+    "one class should lie together."
+)
 
-def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict) -> None:
+
+def write_page(options, encoder, images, results):
     """Draw in report.html what a run of `train.Options` has learned, on about 1000 test images.
     If that fails, warn, as the run is complete without it."""
     path = options.out / runs.PAGE
@@ -239,13 +241,13 @@ def write_page(options, encoder: hardneg.Encoder, images: Images, results: dict)
         warnings.warn(f"{message} The results are complete.", stacklevel=1)
 
 
-def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) -> str:
+def page_of(options, encoder, images, results):
     """Make the page of a run."""
     some = at_most(images, 1000)
     first = runs.untrained(options.encoder, images, options.seed)
     encoders = {"untrained": first, "trained": encoder}
-    pictures = list(draw_curves(results["history"]))
     z = {name: hardneg.embed(encoders[name], some.test)[1] for name in encoders}
+    pictures = list(draw_curves(results["history"]))
     pictures.append(draw_nearest(options, z, some.test_labels, some.test))
     if len(images.classes) > 2:
         pictures.append(draw_map(encoders, some))
@@ -254,29 +256,24 @@ def page_of(options, encoder: hardneg.Encoder, images: Images, results: dict) ->
         title, data = html.escape(title), base64.b64encode(png(figure)).decode()
         parts.append(f"<section><h2>{title}</h2>{html.escape(caption)}")
         parts.append(f'<img alt="{title}" src="data:image/png;base64,{data}"></section>\n')
-    table = []
-    for line in cells(rows_of(results)):
-        table.append("<tr>" + "".join(f"<td>{cell}" for cell in line))
-    versions = [f"{name} {number}" for name, number in results["versions"].items()]
-    facts = f"Training took {results['seconds']:.0f} seconds on {results['device']}. "
-    facts += f"It ended on {results['date']}, with {' and '.join(versions)}."
-    settings = [f"{name} {value}" for name, value in results["options"].items()]
+    settings = results["options"] | results["versions"]
     verdict, besides = verdict_of(results, len(images.classes))
-    home = Path(hardneg.__file__).with_name("README.md")
+    took = f"Training took {results['seconds']:.0f} seconds on {results['device']}."
     texts = {
         "title": f"{results['loss']} on {Path(results['data']).resolve().name}",
         "verdict": verdict,
         "besides": besides,
         "command": command_of(options),
-        "facts": facts,
-        "settings": f"{', '.join(settings)}. Classes: {', '.join(images.classes)}",
-        "home": os.path.relpath(home, options.out),
+        "criterion": options.criterion(),
+        "facts": f"{took} It ended on {results['date']}.",
+        "settings": ", ".join(f"{name} {value}" for name, value in settings.items()),
+        "classes": ", ".join(images.classes),
     }
     texts = {name: html.escape(shown(text)) for name, text in texts.items()}
-    return PAGE.substitute(texts, table="".join(table), pictures="".join(parts))
+    return PAGE.substitute(texts, table=table_of(results), pictures="".join(parts))
 
 
-def verdict_of(results: dict, classes: int) -> tuple[str, str]:
+def verdict_of(results, classes):
     """Say what was learned, and what to compare it with."""
     before = results["untrained"]
     if not classes:
@@ -287,7 +284,7 @@ def verdict_of(results: dict, classes: int) -> tuple[str, str]:
     return verdict, f"Without training it is {before['linear']:.1f} %. {guess}"
 
 
-def command_of(options) -> str:
+def command_of(options):
     """Write a command that makes the same run."""
     chosen = {name: getattr(options, name) for name in ("loss", "method", "recipe")}
     usual = vars(type(options)(**chosen))
@@ -300,7 +297,7 @@ def command_of(options) -> str:
     return shlex.join(words)
 
 
-def png(figure: plt.Figure) -> bytes:
+def png(figure):
     """Draw a figure as a PNG file."""
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120, bbox_inches="tight")
@@ -308,16 +305,15 @@ def png(figure: plt.Figure) -> bytes:
     return content.getvalue()
 
 
-def draw_curves(history: list[dict]) -> Iterator[tuple]:
+def draw_curves(history):
     """Draw the figures of each epoch → titles, captions, pictures.
     Up to epoch 0 the networks of a game train alone."""
     for title, (names, caption) in CURVES.items():
         figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
         for name in names.split():
-            epochs = [epoch["epoch"] for epoch in history if name in epoch]
-            values = [epoch[name] for epoch in history if name in epoch]
-            if len(set(values)) > 1:
-                axis.plot(epochs, values, ".-", label=name, linewidth=1)
+            some = {epoch["epoch"]: epoch[name] for epoch in history if name in epoch}
+            if len(set(some.values())) > 1:
+                axis.plot(some.keys(), some.values(), ".-", label=name, linewidth=1)
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
         if axis.lines:
@@ -326,7 +322,7 @@ def draw_curves(history: list[dict]) -> Iterator[tuple]:
         plt.close(figure)
 
 
-def draw_nearest(options, z: dict, labels: Tensor, test: Tensor, count: int = 4) -> tuple:
+def draw_nearest(options, z, labels, test, count=4):
     """Draw about `count` test images, and the others nearest to them with their weights, before and
     after training. Ref: [2] Fig. 2, 3"""
     anchors = range(0, len(labels), -(-len(labels) // count))
@@ -337,26 +333,20 @@ def draw_nearest(options, z: dict, labels: Tensor, test: Tensor, count: int = 4)
     for line, (anchor, name) in zip(axes, itertools.product(anchors, z), strict=True):
         cosines = z[name] @ z[name][anchor]
         cosines[anchor] = math.inf  # so that the image itself comes first
-        nearest = cosines.topk(columns).indices.tolist()
-        pixels = test[nearest].cpu().permute(0, 2, 3, 1).numpy()
-        for axis, k, picture in zip(line, nearest, pixels, strict=True):
+        for axis, k in zip(line, cosines.topk(columns).indices.tolist(), strict=True):
             title, color = f"{weights[name][anchor, k]:.2g}", "k"
             if k == anchor:
                 title = name
             elif labels[k] == labels[anchor] >= 0:
                 color = "C1"
-            axis.imshow(picture)
+            axis.imshow(test[[k]][0].permute(1, 2, 0).numpy(force=True))
             axis.set(xticks=[], yticks=[])
             axis.set_title(title, pad=3, fontsize=9, color=color)
             axis.spines[:].set(visible=k == anchor, linewidth=2)  # a frame
-    caption = "Each framed image is followed by the others nearest to it, its hardest negatives. "
-    caption += "The numbers are their weights, and the average weight is 1."
-    if labels.max() >= 0:
-        caption += " An orange number marks a false negative, which has the class of the image."
-    return "The hardest negatives, before and after training", caption, figure
+    return "The hardest negatives, before and after training", NEAREST, figure
 
 
-def weights_of(z: Tensor, options) -> Tensor:
+def weights_of(z, options):
     """Weigh all other rows for each unit row of z (n, D), as `train.Options` say → (n, n)."""
     seen = []
 
@@ -364,12 +354,12 @@ def weights_of(z: Tensor, options) -> Tensor:
         seen.append(log_w)
         return pos[:, 0]
 
-    given = options.of("loss") | {"objective": keep, "block_size": 0}
-    hardneg.contrastive_loss(z, negatives=z, positive_index=torch.arange(len(z)), **given)
+    own = torch.arange(len(z))
+    options.criterion()(z, negatives=z, positive_index=own, objective=keep, block_size=0)
     return seen[0].exp()
 
 
-def draw_map(encoders: dict, images: Images) -> tuple:
+def draw_map(encoders, images):
     """Draw features of test images, before and after training, in the plane of `plane_of`."""
     figure, axes = plt.subplots(2, figsize=(5, 8), layout="constrained")
     labels = images.test_labels.cpu()
@@ -384,13 +374,10 @@ def draw_map(encoders: dict, images: Images) -> tuple:
                 box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
                 axis.text(*own.mean(1), text[:30], ha="center", parse_math=False, bbox=box)
         axis.set(title=name, xticks=[], yticks=[])
-    caption = "Each point is a test image, and classes have colours. The features are shown in the "
-    caption += "plane where classes of training images lie farthest apart, compared with their "
-    caption += "spread. Images of one class should lie together."
-    return "The features, before and after training", caption, figure
+    return "The features, before and after training", MAP, figure
 
 
-def plane_of(x: Tensor, labels: Tensor) -> Tensor:
+def plane_of(x, labels):
     """Find the plane of features (n, D) in which Fisher's discriminant is largest → (D, 2)."""
     x, labels = x[labels >= 0].double(), labels[labels >= 0]
     _, place = labels.unique(return_inverse=True)

@@ -11,43 +11,42 @@ import torch
 
 import hardneg
 from training import flag_of, ranks, shown, write_whole
-from training.images import Images
 
 CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html", ".lock"
 
 
-def folder_of(options, last: str) -> Path:
+def folder_of(options, last):
     """Name the output folder of a run of `train.Options`."""
     return Path("runs", f"{shown(Path(options.data).resolve().name)}-{options.method}-{last}")
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path, content):
     """Write a dict as JSON."""
     text = json.dumps(content, indent=2, default=str)
     write_whole(path, [f"{text}\n".encode()])
 
 
-def write_results(folder: Path, results: dict) -> None:
+def write_results(folder, results):
     """Add the date and the versions that a run used to its results, and write them."""
     results["date"] = datetime.date.today().isoformat()
     results["versions"] = {"python": platform.python_version(), "torch": torch.__version__}
     write_json(folder / RESULTS, results)
 
 
-def save_checkpoint(folder: Path, state: dict) -> None:
+def save_checkpoint(folder, state):
     """Write all that a run needs to resume."""
     content = io.BytesIO()
     torch.save(state, content)
     write_whole(folder / CHECKPOINT, [content.getbuffer()])
 
 
-def read_checkpoint(folder: Path, device: str) -> dict:
+def read_checkpoint(folder, device):
     """Read the checkpoint of a run."""
     return torch.load(folder / CHECKPOINT, map_location=device, weights_only=True)
 
 
 @contextlib.contextmanager
-def alone(folder: Path):
+def alone(folder):
     """Keep other runs out of a folder. The lock ends with the process, however that ends."""
     if not ranks.is_first():
         yield
@@ -67,7 +66,7 @@ def alone(folder: Path):
 
 
 @contextlib.contextmanager
-def readable(path: Path):
+def readable(path):
     """Say in one line that a file is broken, or was not written by a run."""
     try:
         yield
@@ -78,7 +77,7 @@ def readable(path: Path):
         raise hardneg.InvalidArgument(f"{message} or replace it by --overwrite.") from error
 
 
-def finished(options) -> dict | None:
+def finished(options):
     """Return the results that a run of these `train.Options` left in their folder.
     Return None if there are none, if they are to be overwritten, or if the report is missing."""
     path = options.out / RESULTS
@@ -91,7 +90,7 @@ def finished(options) -> dict | None:
         return results
 
 
-def require_same(folder: Path, was: dict, now: dict) -> None:
+def require_same(folder, was, now):
     """Raise an error if the run in a folder had other options."""
     if Path(was["data"]).resolve() == Path(now["data"]).resolve():  # perhaps written in two ways
         was = was | {"data": now["data"]}
@@ -104,7 +103,7 @@ def require_same(folder: Path, was: dict, now: dict) -> None:
         )
 
 
-def restore(training: hardneg.Training, options, images: Images) -> dict:
+def restore(training, options, images):
     """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
     n, size = len(training.images), training.images.shape[-1]
     now = {"images": n, "size": size, "checksums": images.checksums}
@@ -129,7 +128,7 @@ def restore(training: hardneg.Training, options, images: Images) -> dict:
     return state
 
 
-def untrained(name: str, images: Images, seed: int) -> hardneg.Encoder:
+def untrained(name, images, seed):
     """Make the encoder that a run with this seed begins with."""
     torch.manual_seed(seed)
     encoder = hardneg.Encoder(name, size=images.train.shape[-1])

@@ -85,7 +85,8 @@ class TestLoad:
     def test_at_most(self):
         labels = torch.arange(80) // 20
         pixels = labels[:, None, None, None].expand(-1, 3, 1, 1)  # each image shows its label
-        some = images.at_most(images.Images(pixels, labels, pixels, labels, []), 40)
+        sets = pixels, labels, pixels.roll(10, 0), labels.roll(10)
+        some = images.at_most(images.Images(*sets, []), 40)
         parts = (some.train, some.train_labels), (some.test, some.test_labels)
         for shown, found in parts:
             assert found.bincount().tolist() == [10] * 4
@@ -95,14 +96,10 @@ class TestLoad:
 class TestTorchvision:
     """torchvision's sets: stand-ins are read as its classes are, item by item."""
 
-    @pytest.mark.parametrize(
-        "kind, part, mode, target",
-        [
-            ("CIFAR10", "train", "RGB", "targets"),
-            ("STL10", "split", "RGB", "labels"),
-            ("FashionMNIST", "train", "L", "targets"),
-        ],
-    )
+    SETS = [("CIFAR10", "train", "RGB", "targets"), ("STL10", "split", "RGB", "labels")]
+    SETS += [("FashionMNIST", "train", "L", "targets")]
+
+    @pytest.mark.parametrize("kind, part, mode, target", SETS)
     def test_formats(self, monkeypatch, kind, part, mode, target):
         pixels = np.random.default_rng(1).integers(0, 256, (7, 28, 28, 3), np.uint8)
         pictures = [Image.fromarray(x).convert(mode) for x in pixels]
@@ -233,20 +230,14 @@ class TestFolders:
             found = images.load(tmp_path)
         assert found.classes == ["cat", "dog"] and len(found.train) == 16
         assert values_of(found.test) == [4, 9, 44, 49]
-        start = f"In {tmp_path}, "
-        messages = [str(x.message).removeprefix(start) for x in said]
-        assert [
-            text.replace("files or folders are left out, as they ", "") for text in messages
-        ] == [
-            "2 are hidden, for example .hidden, cat/.thumbnails.",
-            "3 are links to what is read elsewhere, for example cat/other, dog/away, dog/up.",
-            "5 do not end as names of images do, "
-            "for example cat/a.csv, cat/b.csv, cat/none.png, ….",
-            "1 have no images, for example cow.",
-            "1 lie beside the folders that are read, for example beside.png.",
-            messages[5],
-        ]
-        assert f"{tmp_path}/dog/d.png (cannot identify" in messages[5]
+        *found, broken = [str(x.message).removeprefix(f"In {tmp_path}, ") for x in said]
+        assert f"{tmp_path}/dog/d.png (cannot identify" in broken
+        wanted = """2 are hidden, for example .hidden, cat/.thumbnails.
+3 are links to what is read elsewhere, for example cat/other, dog/away, dog/up.
+5 do not end as names of images do, for example cat/a.csv, cat/b.csv, cat/none.png, ….
+1 have no images, for example cow.
+1 lie beside the folders that are read, for example beside.png.""".splitlines()
+        assert [x.replace("files or folders are left out, as they ", "") for x in found] == wanted
 
     @pytest.mark.parametrize("ending", "gif JFIF jpe avif tif TIFF webp bmp ppm jp2 tga".split())
     def test_what_pillow_opens_is_read(self, ending, tmp_path):
@@ -385,9 +376,8 @@ class TestCache:
             images.load(folder, kept=kept, **options)
         assert images.colours_of.call_count == 18 and self.files_of(kept) == [".images", ".lock"]
         (path,) = kept.glob("*.images")
-        assert capsys.readouterr().out == (
-            f"{path} keeps decoded images (0 MB). Remove it at any time.\n"
-        )
+        said = f"{path} keeps decoded images (0 MB). Remove it at any time.\n"
+        assert capsys.readouterr().out == said
         path.unlink()
         images.load(folder, kept=kept)
         images.load(folder, kept=kept, size=8)

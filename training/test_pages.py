@@ -3,12 +3,10 @@
 import ast
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +16,12 @@ from torch.nn import functional as F
 
 import hardneg
 import train
+from test_hardneg import ALONE, HERE, embeddings
 from training import images
 
-HERE = Path(__file__).resolve().parent.parent
 README = (HERE / "README.md").read_text()
 MORE = sorted((HERE / "benchmarks").rglob("*.md"))
 PRESETS = sorted(hardneg.PRESETS)
-# a process of its own has one thread: more would wait for each other
-ALONE = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
 
 
 # ---- Helpers
@@ -33,11 +29,6 @@ def start(words, folder):
     """Start Python with these words in a folder, and record what it prints."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, *words], cwd=folder, env=ALONE, **pipes)
-
-
-def embeddings(seed, *shape):
-    """Draw normal numbers as a tensor in float64."""
-    return torch.tensor(np.random.default_rng(seed).standard_normal(shape))
 
 
 def blocks(language, page=README):
@@ -100,25 +91,6 @@ class TestReadme:
             comments, lines = re.findall(r"#\s*(.*)", code), out.strip().splitlines()
             said = [any(comment.startswith(line) for comment in comments) for line in lines]
             assert lines and all(said), error or lines
-
-    def test_tests_that_the_file_names_exist(self):
-        tests = (HERE / "test_hardneg.py").read_text()
-        named = set(re.findall(r"\bTest[A-Z]\w+", (HERE / "hardneg.py").read_text()))
-        assert len(named) > 5 and all(f"class {name}:" in tests for name in named)
-
-    def test_the_header_names_what_each_section_has(self):
-        source = (HERE / "hardneg.py").read_text()
-        code = re.split(r"^# ---- \d+\. ", source, flags=re.M)[1:]
-        table = hardneg.__doc__.split("Sections")[1].split("References")[0]
-        rows = re.split(r"^ +\d+ ", table, flags=re.M)[1:]
-        named = []
-        for row, section in zip(rows, code, strict=True):
-            title, _, names = row.partition("  ")
-            assert section.startswith(title.strip())
-            for name in names.split():
-                assert re.search(rf"^(class |def )?{name}\b", section, re.M), name
-            named += names.split()
-        assert sorted(named) == sorted(hardneg.__all__)
 
     def test_what_is_named_is_exported(self):
         own = {k: x for k, x in vars(hardneg).items() if getattr(x, "__module__", "") == "hardneg"}
@@ -346,9 +318,8 @@ class TestRecipes:
         alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
         distributed.init_process_group("gloo", **alone)
         try:
-            names, said = self.run(
-                "DDP and Lightning", "None, 0", "torch.distributed.group.WORLD, 0"
-            )
+            of_one = "torch.distributed.group.WORLD, 0"
+            names, said = self.run("DDP and Lightning", "None, 0", of_one)
         finally:
             distributed.destroy_process_group()
         assert names["ranks"].item() == pytest.approx(said["ranks"], abs=1e-6)
@@ -431,19 +402,11 @@ class TestTutorial:
         assert cells[1:] == [block.strip() for block in blocks]
         code = "\n".join(cells)
         environment = {name: x for name, x in ALONE.items() if name != "PYTHONPATH"}
-        done = subprocess.run(
-            [sys.executable, "-c", code.replace("in range(3)", "in range(1)")],
-            cwd=HERE / "tutorial",
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        words = [sys.executable, "-c", code.replace("in range(3)", "in range(1)")]
+        told = {"cwd": HERE / "tutorial", "env": environment}
+        done = subprocess.run(words, capture_output=True, text=True, **told)
         assert done.returncode == 0, done.stderr
         printed = [float(line.rstrip(" %")) for line in done.stdout.splitlines()]
         said = [float(x) for x in re.findall(r"^(?:step|train)\(.*\)  # (.*) %$", code, re.M)]
         assert len(said) == 14
         np.testing.assert_allclose(printed, said, atol=2.0)
-
-    def test_pictures_are_there(self):
-        for name in re.findall(r"!\[.*?\]\((.*?)\)", self.PAGE):
-            assert (HERE / "tutorial" / name).exists(), name

@@ -1,4 +1,4 @@
-"""Tests of several processes: every number of ranks makes the same run, and torchrun resumes it."""
+"""Tests of several processes: without draws any number makes the same run; torchrun resumes it."""
 
 import functools
 import multiprocessing
@@ -97,19 +97,25 @@ def without_batches(network):
             without_batches(part)
 
 
-def method_of(name, encoder, pixels):
-    """Make a method for small images."""
+PLAIN = {"area": (1, 1), "ratio": (1, 1), "flip": 0, "jitter": 0, "gray": 0}  # a view of no draw
+
+
+def method_of(name, encoder, pixels, group=None):
+    """Make a method for small images. Nothing that it draws differs between numbers of ranks."""
     criterion = hardneg.ContrastiveLoss("hcl", temperature=0.3)
-    method = hardneg.SimCLR(criterion)
+    method = hardneg.SimCLR(criterion, PLAIN)
     if name == "bank":
-        method = hardneg.Bank(criterion, encoder, pixels)
-    if name == "queue":
-        method = baselines.Queue(criterion, encoder, pixels, queue_size=20, momentum=0.9)
+        method = hardneg.Bank(criterion, encoder, pixels, view_options=PLAIN)
+    if name == "queue":  # of whole batches, as their order differs
+        method = baselines.Queue(criterion, encoder, pixels, 24, 0.9, PLAIN)
     if name == "clae":
-        method = baselines.CLAE(criterion, bound=0.01)
+        method = baselines.CLAE(criterion, 0.01, PLAIN)
     if name == "diffhard":
         game = hardneg.Game(8, width=2, latent=4, pretrain=1, every=2, batch_size=12)
-        method = hardneg.DiffHard(hardneg.ContrastiveLoss("ppcl"), game)
+        rank, ranks = (group.rank(), group.size()) if group else (0, 1)
+        table = torch.randn(12, 4)
+        game.latents = lambda n, _: table[: n * ranks][rank::ranks].to(game.G.first.bias)
+        method = hardneg.DiffHard(hardneg.ContrastiveLoss("ppcl"), game, PLAIN)
     return method
 
 
@@ -127,7 +133,7 @@ def train_a_little(name, norm, dtype, options, group):
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (48, 3, 8, 8)).to(dtype) / 255
     encoder = Small(norm and norm(8))
-    method = method_of(name, encoder, pixels)
+    method = method_of(name, encoder, pixels, group)
     without_batches(method)
     settings = {"epochs": 2, "batch_size": 12, "lr": 1e-3, "bfloat16": False, "group": group}
     training = Training(encoder, pixels, method, **settings | options)
@@ -135,22 +141,36 @@ def train_a_little(name, norm, dtype, options, group):
     method.to(dtype)
     encoder.norm.process_group = group
     losses = [float(figures.get("loss", 0)) for figures in training]
+    if name == "queue":  # keys of a batch come in another order
+        method.rows.copy_(method.rows.sort(0).values)
     state = [*encoder.parameters(), *encoder.buffers(), *method.parameters(), *method.buffers()]
     flat = [x.detach().flatten().to(dtype) for x in state]
     return losses, torch.cat(flat)
 
 
 def stay_equal(name, group):
-    """Train with BatchNorm as it is. After every step all ranks have the same state."""
+    """Train with BatchNorm and draws. After every step all ranks have the same state."""
     torch.manual_seed(0)
     pixels = torch.randint(0, 256, (48, 3, 8, 8)).byte()
     encoder = Small(nn.BatchNorm2d(8))
-    method = method_of(name, encoder, pixels)
+    method, drawn = method_of(name, encoder, pixels), []
+    method.view_options = {"blur": 0.5}
+    embed_views = method.embed_views
+
+    def noted(encoder, generator, *images):
+        drawn.append(torch.rand(1, generator=generator))
+        return embed_views(encoder, generator, *images)
+
+    if name == "simclr":
+        method.embed_views = noted
     for _ in Training(encoder, pixels, method, epochs=1, batch_size=12, group=group):
         state = [*encoder.state_dict().values(), *method.parameters(), *method.buffers()]
         flat = torch.cat([x.detach().flatten().double() for x in state])
         for other in hardneg.gather(flat[None], group):
             assert torch.equal(other, flat), name
+    if drawn:
+        numbers = hardneg.gather(torch.cat(drawn), group)
+        assert len(numbers.unique()) == len(numbers)  # steps and ranks draw their own
 
 
 def train_as_a_rank(rank, ranks, folder):

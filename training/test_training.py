@@ -16,6 +16,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -30,14 +32,13 @@ from torch.utils._pytree import tree_leaves
 import hardneg
 import train
 from hardneg import InvalidArgument, Training
+from test_hardneg import ALONE, HERE
 from training import cache, compare, images, readouts, report, runs, write_whole
 from training.cache import Rows
 from training.images import Images
 from training.test_images import write_images
 
-HERE = Path(__file__).resolve().parent.parent
-README, MORE = ((HERE / folder / "README.md").read_text() for folder in (".", "benchmarks"))
-ALONE = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}  # no threads that wait
+README = (HERE / "README.md").read_text()
 FIGURES = "linear knn uniformity tolerance untrained raw".split()  # the numbers of results.json
 # 80 images, two steps in an epoch
 SMALL = {"epochs": 2, "fraction": 0.1, "batch_size": 40, "size": 8, "report": False}
@@ -116,7 +117,7 @@ class TestReport:
 
     @pytest.mark.parametrize("trained", [False, True])
     def test_features_with_a_label_are_read_out_and_embeddings_measured(self, few, trained):
-        encoder = hardneg.Encoder(size=16) if trained else None
+        encoder = hardneg.Encoder(size=16) if trained else report.Pixels(few)
         hidden = few.train_labels.clone()
         hidden[:40] = -1
         rest = few._replace(train=few.train[40:], train_labels=few.train_labels[40:])
@@ -131,22 +132,24 @@ class TestReport:
             close(found["tolerance"], readouts.tolerance(z, few.test_labels), 1e-4)
             close(found["uniformity"], hardneg.uniformity(z), 1e-4)
 
-    def test_of_very_many_images_an_even_share_is_read_out(self, few, monkeypatch):
-        """Pixels are averaged to 16 × 16."""
-        seen = []
-        monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
+    @pytest.mark.parametrize("side", [9, 64])
+    def test_of_very_many_images_an_even_share_is_read_out(self, side, few, monkeypatch):
+        """Pixels are averaged to 16 × 16. Those of small images are taken as they are."""
+        readout = Mock(return_value=0.0)
+        monkeypatch.setattr(readouts, "linear_readout", readout)
         monkeypatch.setattr(report, "READOUT", 100)
-        large = few.train.repeat_interleave(4, 2).repeat_interleave(4, 3)
-        test = few.test.repeat_interleave(4, 2).repeat_interleave(4, 3)
-        report.evaluate(None, few._replace(train=large, test=test))
-        assert seen[1].bincount().tolist() == [10] * 10 and seen[0].shape == (100, 3 * 16 * 16)
-        close(seen[2], few.test.flatten(1) / 255, 1e-6)
+        train, test = (x.repeat_interleave(4, 2).repeat_interleave(4, 3) for x in few[:3:2])
+        large = few._replace(train=train[:, :, :side, :side], test=test[:, :, :side, :side])
+        report.evaluate(report.Pixels(large), large)
+        x, labels, y, _ = readout.call_args.args
+        assert labels.bincount().tolist() == [10] * 10 and x.shape == (100, 3 * min(16, side) ** 2)
+        close(y, (few.test if side == 64 else large.test).flatten(1) / 255, 1e-6)
 
     def test_uniformity_looks_at_a_share_and_no_figure_is_of_nan(self, few, monkeypatch):
         monkeypatch.setattr(report, "PAIRED", 60)
         measure = Mock(return_value=0.0)
         monkeypatch.setattr(hardneg, "uniformity", measure)
-        report.evaluate(None, few, ["uniformity"])
+        report.evaluate(report.Pixels(few), few, ["uniformity"])
         assert len(measure.call_args.args[0]) == 60
         encoder = hardneg.Encoder(size=16)
         nn.init.constant_(encoder.head[0].weight, math.nan)
@@ -163,18 +166,11 @@ class TestReport:
         assert found["untrained"] == report.evaluate(runs.untrained("small", few, 4), few)
         assert known["small 3"] != known["small 4"]
 
-    def test_small_images_are_read_out_as_they_are(self, few, monkeypatch):
-        seen = []
-        monkeypatch.setattr(readouts, "linear_readout", lambda *sets: seen.extend(sets) or 0.0)
-        tiny = few._replace(train=few.train[:, :, :9, :9], test=few.test[:, :, :9, :9])
-        report.evaluate(None, tiny)
-        close(seen[0], tiny.train.flatten(1) / 255, 1e-6)
-
     def test_a_run_that_learned_nothing_says_so(self, capsys):
         figures = dict.fromkeys(report.COLUMNS, 10.0)
         for linear in (10.0, 10.1):
             results = figures | {"linear": linear, "untrained": figures, "raw": figures}
-            report.print_table(results)
+            report.print_table(results, train.Options())
             assert ("learned nothing that helps" in capsys.readouterr().out) == (linear == 10.0)
 
     def test_a_map_keeps_classes_apart(self):
@@ -216,8 +212,9 @@ class TestReport:
         assert set(known) == {*report.FIGURES, "knn"}
 
     def test_nearest_images_have_their_weights(self, few):
-        """Of six images, three for each class; false negatives have another colour."""
-        z = hardneg.unit(torch.tensor([[4.0, 0], [4, 1], [4, 2], [0, 4], [1, 4], [2, 4]]))
+        """Of six images, three for each class; false negatives have another colour. Two are alike,
+        and the one that is framed comes first."""
+        z = hardneg.unit(torch.tensor([[4.0, 0], [4, 2], [4, 2], [0, 4], [1, 4], [2, 4]]))
         labels, options = torch.tensor([0, 0, 0, 1, 1, 1]), train.Options(beta=2.0, temperature=0.5)
         weights = report.weights_of(z, options)
         others = ~torch.eye(6, dtype=torch.bool)
@@ -230,15 +227,11 @@ class TestReport:
         framed = [axis.spines["left"].get_visible() for axis in figure.axes]
         assert framed == 3 * [True, *5 * [False]]  # the frames of the anchors 0, 2 and 4
 
-    @pytest.mark.parametrize(
-        "words",
-        [
-            "",
-            "--loss hard --alpha 0.2 --no-lead-in --labels",
-            "--method diffhard --no-pairs --data a$b",
-            "--recipe sgd --epochs 3 --seed 2 --out there",
-        ],
-    )
+    COMMANDS = ["", "--loss hard --alpha 0.2 --no-lead-in --labels"]
+    COMMANDS += ["--method diffhard --no-pairs --data a$b"]
+    COMMANDS += ["--recipe sgd --epochs 3 --seed 2 --out there"]
+
+    @pytest.mark.parametrize("words", COMMANDS)
     def test_a_page_has_the_command_of_its_run(self, words):
         options = train.Options(**train.parse(words.split()))
         _, _, *again = shlex.split(report.command_of(options))
@@ -282,10 +275,14 @@ class TestCompare:
 
     def test_each_loss_once_and_seeds_alone(self, tmp_path, monkeypatch):
         monkeypatch.setattr(compare, "compare", Mock())
-        for words, loss in (("--compare ot ot", "ot"), ("--method diffhard", "ppcl")):
-            train.main([*words.split(), "--seeds", "2"])
+        commands = {
+            "--compare ot ot --seeds 2": ("ot", 2),
+            "--method diffhard --seeds": ("ppcl", 3),
+        }
+        for words, (loss, seeds) in commands.items():
+            train.main(words.split())
             plan, *_ = compare.compare.call_args.args
-            assert [run.seed for run in plan.pop(loss)] == [0, 1] and not plan
+            assert [run.seed for run in plan.pop(loss)] == list(range(seeds)) and not plan
 
     @pytest.mark.parametrize("given, epochs", [({}, 28), ({"epochs": 3}, 3)])
     def test_losses_are_trained_equally_long(self, given, epochs, tmp_path):
@@ -415,12 +412,10 @@ class TestKept:
                 gathered.append(len(index))
                 return self.pixels[index]
 
-        train_set, test_set = (
-            images.shapes(1100, seed=1, size=8),
-            images.shapes(600, seed=2, size=8),
-        )
-        mapped = [Rows(Kept(x.images), torch.arange(len(x.images))) for x in (train_set, test_set)]
-        sets = mapped[0], train_set.targets, mapped[1], test_set.targets
+        sets = []
+        for n, seed in ((1100, 1), (600, 2)):
+            pixels, labels = images.shapes(n, seed=seed, size=8)
+            sets += [Rows(Kept(pixels), torch.arange(n)), labels]
         given = {"method": method, "epochs": 1, "out": tmp_path / "run", "report": True}
         options = train.Options(**SMALL | given)
         train.run(options, Images(*sets, images.SHAPES))
@@ -504,16 +499,18 @@ class TestRuns:
             train.main([*SMALL_WORDS, "--out", str(tmp_path), *more])
             said = capsys.readouterr().out
             assert "--overwrite replaces" in said and "\ntrained encoder" in said
+            assert "\ncriterion = ContrastiveLoss(" in said
             assert said.splitlines()[3] in table
         assert times_of(tmp_path) == kept
 
-    def test_a_run_with_other_options_is_another_run(self, tmp_path, small_shapes, capsys):
+    def test_a_run_with_other_options_is_another_run(
+        self, tmp_path, small_shapes, monkeypatch, capsys
+    ):
         numbers, _ = finish(tmp_path)
         kept = times_of(tmp_path)
         for more in ({"seed": 1}, {"loss": "ot"}):
-            with pytest.raises(
-                InvalidArgument, match="^--out is .* replace the run by --overwrite"
-            ):
+            said = "^--out is .* replace the run by --overwrite"
+            with pytest.raises(InvalidArgument, match=said):
                 finish(tmp_path, **more)
         assert times_of(tmp_path) == kept
         (tmp_path / "results.json").unlink()  # as if it had been stopped while it was measured
@@ -524,6 +521,10 @@ class TestRuns:
         finish(tmp_path, epochs=1, overwrite=True)
         assert "resumed" not in capsys.readouterr().out
         assert json.loads((tmp_path / "results.json").read_text())["epochs"] == 1
+        monkeypatch.setattr(train, "learn", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            finish(tmp_path, overwrite=True)
+        assert not times_of(tmp_path)
 
     def test_a_full_disk_leaves_no_half_file(self, tmp_path, small_shapes, monkeypatch, capsys):
         sync, written = os.fsync, []
@@ -600,42 +601,50 @@ DEFAULTS = """
 """
 # a command | what it says of flags without effect
 IDLE = """
---loss simclr --beta 2 | --beta has no effect with \
---data shapes, --method simclr and --loss simclr. It is for hcl.
---loss simclr --anneal | --anneal has no effect with \
---data shapes, --method simclr and --loss simclr. It is for \
-hcl.
---loss hcl --no-lead-in | --no-lead-in has no effect with \
---data shapes, --method simclr and --loss hcl. It is \
-for hard, hard-simple, triplet.
---loss simple --temperature 1 | --temperature has no effect with \
---data shapes, --method simclr and --loss \
-simple. It is for simclr, debiased, hcl, ot, hard, ppcl, supcon.
+--loss simclr --beta 2 | --beta has no effect here. It is for hcl, --weights tilted.
+--loss simclr --alpha | --alpha has no effect here. It is for hard, hard-simple, triplet, \
+--weights top.
+--loss simclr --anneal | --anneal has no effect here. It is for hcl, --weights tilted.
+--no-lead-in | --no-lead-in has no effect here. It is for hard, hard-simple, triplet, \
+--weights top.
+--loss simple --temperature 1 | --temperature has no effect here. It is for simclr, debiased, hcl, \
+ot, hard, ppcl, supcon, --weights tilted, --objective nce/each/ppcl/decoupled.
+--loss hard --detach-weights | --detach-weights has no effect here. It is for hcl, ot, \
+--weights tilted/transported.
 --loss triplet --epsilon 1 --weights transported |
---momentum .5 | --momentum has no effect with \
---data shapes, --method simclr and --loss hcl. It is for bank, \
-queue, diffhard.
+--momentum .5 | --momentum has no effect here. It is for bank, queue, diffhard.
 --loss simple --weights tilted --temperature 1 |
+--loss simple --objective decoupled --tau-plus .1 |
+--absolute-margin .1 |
 --compare hcl hard --alpha .3 |
---compare hcl ot --alpha .3 | --alpha has no effect with \
---data shapes, --method simclr and --loss hcl, ot. It \
-is for hard, hard-simple, triplet.
---method queue --labels | --labels has no effect with \
---data shapes, --method queue and --loss hcl. It is for \
-simclr, bank, clae.
+--compare hcl ot --margin 1 | --margin has no effect here. It is for triplet, --objective triplet.
+--method queue --labels | --labels has no effect here. It is for simclr, bank, clae.
 --loss ppcl --tau-plus .1 | Without --labels, ppcl of --loss ppcl is the same as nce.
---loss hcl --objective each --method queue | Without --labels, each of --loss hcl is the same as \
-nce.
+--objective each --method queue | Without --labels, each of --loss hcl is the same as nce.
 --loss supcon --labels |
 --method diffhard |
---root there | --root has no effect with \
---data shapes, --method simclr and --loss hcl. It is for cifar10, \
-cifar100, stl10, svhn, fashion-mnist.
+--root here | --root has no effect here. It is for cifar10, cifar100, stl10, svhn, fashion-mnist.
 --root there --data svhn |
 --micro-batch 64 |
 --batch-size 8 --micro-batch 16 | --micro-batch has no effect, as a batch has no more views than \
 that.
 """
+# a command | the arguments of the line of Python that makes its loss
+LINES = """
+| "hcl", temperature=0.3, tau_plus=0.1, beta=1.0
+--loss simclr --beta 2 --tau-plus 0 | "simclr", temperature=0.05, tau_plus=0.0
+--loss debiased --weights tilted --absolute-margin .1 | "debiased", weights="tilted", \
+absolute_margin=0.1
+--loss ot --cost exp --no-detach-weights | "ot", cost="exp", detach_weights=False
+--loss hard --alpha .2 --objective each | "hard", objective="each", temperature=0.07, alpha=0.2
+--loss simple --epsilon .3 | "simple"
+--loss hard-simple | "hard-simple", alpha=0.1
+--loss triplet | "triplet", weights="top", alpha=0.1, margin=0.5
+--method diffhard | "ppcl"
+--loss supcon --temperature .2 | "supcon", temperature=0.2
+"""
+# options of numbers that nothing has a default for
+BARE = {"absolute_margin", "relative_margin", "size", "micro_batch"}
 
 
 class TestOptions:
@@ -657,33 +666,97 @@ class TestOptions:
         assert all(len(seeds) == 3 for plan in plans for seeds in plan.values())
         assert capsys.readouterr().out.strip().replace("\n", "; ") == said
 
+    NUMBERS = [name for name, flag in train.FLAGS.items() if flag.kind in (int, float)]
+
+    @pytest.mark.parametrize("name", NUMBERS)
+    def test_a_number_that_is_left_out_is_the_default(self, name, capsys):
+        flag = train.flag_of(name)
+        if name in BARE:
+            with pytest.raises(SystemExit):
+                train.parse([flag, "--beta", "2"])
+            said = f"train.py: error: argument {flag}: expected one argument\n"
+            assert capsys.readouterr().err == said
+            return
+        for words in ("--loss hard", "--loss simclr --recipe sgd", "--method bank", "--cost exp"):
+            assert (
+                options_of(f"{flag} {words}") == options_of(words) == options_of(f"{words} {flag}")
+            )
+
     def test_each_option_has_an_effect_somewhere(self):
         of_losses = [train.Options(loss=loss) for loss in hardneg.PRESETS]
-        of_methods = [train.Options(method=method) for method in train.METHODS]
+        of_methods = [train.Options(method=method) for method in train.KINDS]
         runs = [train.Options(data="svhn"), *of_losses, *of_methods]
         for name in train.FLAGS:
             assert any(options.has_effect(name) for options in runs), name
 
-    @pytest.mark.parametrize("loss", hardneg.PRESETS)
-    def test_what_has_an_effect_changes_the_loss(self, loss):
+    OTHERS = {"temperature": 0.4, "tau_plus": 0.003, "beta": 0.3, "epsilon": 0.7, "alpha": 0.6}
+    OTHERS |= {"cost": "sqeuclidean", "margin": 1.5, "absolute_margin": 0.2}
+    OTHERS |= {"relative_margin": 0.4, "detach_weights": True}
+
+    @pytest.mark.filterwarnings("ignore:Sinkhorn stopped")
+    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
+    @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
+    def test_what_has_an_effect_changes_the_loss(self, weights, objective):
         """An option has one exactly if another value changes the loss or its gradient."""
-        options = train.Options(loss=loss, cost="exp", weights=hardneg.PRESETS[loss][0])
-        settings = {name: getattr(options, name) for name in train.CRITERION}
-        x, y = torch.randn(2, 60, 4, generator=torch.Generator().manual_seed(0)).double()
+        given = {"weights": weights, "objective": objective, "detach_weights": False}
+        options = train.Options(loss="debiased", cost="exp", **given)
+        x, y = torch.randn(2, 30, 4, generator=torch.Generator().manual_seed(0)).double()
         x.requires_grad_()
 
         def loss_and_slope(**changes):
-            loss = hardneg.contrastive_loss(x, y, **settings | changes)
+            loss = hardneg.contrastive_loss(x, y, **options.of("loss") | changes)
             (slope,) = torch.autograd.grad(loss, x)
             return torch.cat([slope.flatten(), loss.detach()[None]])
 
         as_it_is = loss_and_slope()
-        others = {"temperature": 0.4, "tau_plus": 0.003, "beta": 0.3, "epsilon": 0.7}
-        others |= {"cost": "sqeuclidean", "alpha": 0.6, "margin": 1.5}
-        others |= {"detach_weights": options.weights != "transported"}
-        for name, other in others.items():
+        assert self.OTHERS.keys() == set(train.CRITERION) - {"loss", "weights", "objective"}
+        for name, other in self.OTHERS.items():
             changed = not torch.equal(loss_and_slope(**{name: other}), as_it_is)
             assert options.has_effect(name) == changed, name
+
+    def test_a_new_row_of_hardneg_needs_no_edit_here(self, monkeypatch, capsys):
+        """A rule with an option of whole numbers, and an objective that is debiased."""
+        rows = {"WEIGHTS": {"power": (lambda logits, order: logits**order, "scaled")}}
+        rows["OBJECTIVES"] = {"other": (lambda pos, log_negatives: log_negatives, False)}
+        rows |= {"DEFAULTS": {"order": 3}, "ALLOWED": {"order": [1, 9]}}
+        rows["TEXTS"] = {"order": "The power of\n    a logit. It is odd."}
+        for table, row in rows.items():
+            for name, value in row.items():
+                monkeypatch.setitem(getattr(hardneg, table), name, value)
+        anew = {"__name__": "train"}
+        exec((HERE / "train.py").read_text(), anew)
+        given = anew["parse"]("--weights power --order 4 --objective other".split())
+        assert given == {"weights": "power", "order": 4, "objective": "other"}
+        wanted = {"loss": "hcl", "temperature": 0.3, "tau_plus": 0.1} | given
+        assert anew["Options"](**given).criterion().given == wanted
+        for name, users in {"tau_plus": "other", "temperature": "other", "order": "power"}.items():
+            assert anew["users_of"](name).endswith(users)
+        assert "--weights tilted/power" in anew["users_of"]("temperature")
+        for words, said in {
+            "--order 1.5": "invalid int",
+            "--help-all": "--order [INT] The",
+        }.items():
+            with pytest.raises(SystemExit):
+                anew["parse"](words.split())
+            out, error = capsys.readouterr()
+            assert said in " ".join((out + error).split())
+        assert "The power of a logit; for --weights power (default 3)" in " ".join(out.split())
+
+    @pytest.mark.parametrize("words, wanted", table(LINES))
+    def test_the_line_of_python_makes_the_loss(self, words, wanted):
+        """It leaves out what hardneg does by itself, and what the loss does not use."""
+        options, found = options_of(words), {}
+        line = f"criterion = {options.criterion()}"
+        assert line == f"criterion = ContrastiveLoss({wanted})"
+        exec(f"from hardneg import ContrastiveLoss\n{line}", found)
+        x, y = torch.randn(2, 60, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        ways = found["criterion"], partial(hardneg.contrastive_loss, **options.of("loss"))
+        losses = [way(x, y) for way in ways]
+        slopes = [torch.autograd.grad(loss, x)[0] for loss in losses]
+        assert torch.equal(*losses) and torch.equal(*slopes)
+
+    def test_every_loss_has_a_line(self):
+        assert {options_of(words).loss for words, _ in table(LINES)} == hardneg.PRESETS.keys()
 
 
 class TestSummary:
@@ -750,7 +823,7 @@ class TestBuild:
         _, training = train.build(options, few._replace(train_labels=labels))
         training.method.contrast = Mock(wraps=training.method.contrast)
         index = torch.tensor([3, 0, 1, 5])
-        training.method.step(training.encoder, few.train[index], index, None)
+        training.method.step(training.encoder, few.train[index], index, None, torch.Tensor.backward)
         found = training.method.contrast.call_args.kwargs["labels"]
         bank = [10, 11, *labels[2:].tolist()] if method == "bank" else []
         assert found.tolist() == [labels[3], 10, 11, labels[5], *bank]
@@ -825,13 +898,14 @@ class TestCommand:
     """train.py as a person uses it, with mistakes."""
 
     def test_a_whole_run(self, tmp_path):
-        words = "--loss hard --alpha 0.3 --epochs 2 --fraction 0.02 --batch-size 40 --size 8"
+        words = "--loss hard --alpha --epochs 2 --fraction 0.02 --batch-size 40 --size 8"
         program = [sys.executable, HERE / "train.py", *words.split()]
         run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=ALONE)
         assert run.returncode == 0 and "images/s" in run.stderr, run.stderr  # the bar
         for text in ("raw pixels", "untrained encoder", "trained encoder"):
             assert f"\n{text}" in run.stdout
-        assert "temperature 0.07, alpha 0.3" in run.stdout
+        line = 'criterion = ContrastiveLoss("hard", temperature=0.07)'
+        assert f"\n{line}\n" in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
         names = "loss method data seed epochs device seconds options history versions date".split()
@@ -844,8 +918,8 @@ class TestCommand:
         assert 'src="http' not in page
         changes = len({epoch["knn"] for epoch in results["history"]}) > 1  # else it has no curve
         assert page.count("data:image/png;base64,") == 5 + changes
-        for text in ("hard on shapes", "trained encoder", "false negative", "python train.py"):
-            assert text in page
+        texts = "hard on shapes", "trained encoder", "false negative", "python train.py", line
+        assert all(text in unescape(page) for text in texts)
 
     def test_a_report_that_fails_costs_no_result(self, tmp_path, small_shapes, monkeypatch):
         def broken(*_):
