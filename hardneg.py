@@ -242,8 +242,8 @@ def answer(batch, options):
 
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
-    A call can override the options given here. A temperature that is an nn.Parameter is learned,
-    and so are the parameters of an nn.Module as weights or objective."""
+    A call can override the options given here. A temperature that is an nn.Parameter is learned.
+    So is an nn.Module as weights or objective, which takes 2 GiB at 2B = 16 384."""
 
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
@@ -498,11 +498,9 @@ def add_up(batch, pos, neg, log_w, n, options):
 
 
 # ---- 4. Candidates: who could be a negative of each anchor? ------------------------------------
-# For two views of three samples, a1 a2 a3 and b1 b2 b3, a row is an anchor and a column a
-# candidate. The columns of the own sample are masked (−).
+# Of two views of three samples, rows are anchors, columns candidates, − the own sample, masked.
 #              a1  a2  a3  b1  b2  b3     pos
 #         a1   −   s   s   −   s   s      a1·b1
-#         …
 #         b3   s   s   −   s   s   −      b3·a3
 
 
