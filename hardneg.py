@@ -14,8 +14,7 @@ with their number and not with its square.
 
 Symbols
     B, V, D     samples, views of each sample, dimensions of an embedding
-    A, a        anchors: every view of every sample, V·B; with `negatives` the first view alone, B;
-                a of them are in a block
+    A, a        anchors, all V·B views, or with `negatives` the first B, and those of a block
     N, N_i      candidates, the columns of the matrix of logits, and those that anchor i may use
     M           positives of an anchor
     t           temperature, which divides cosines; [3] and [4] write τ
@@ -112,7 +111,7 @@ class Options(TypedDict, total=False):
         OBJECTIVES,
         """What is done with the negatives. By default the loss decides. A function of your own maps
         logits (a, M) of positives, and logits and log weights (a, N) of candidates, to losses (a,).
-        What does not count is −1e30, in the row of an anchor without candidates everything.""",
+        What does not count is −1e30.""",
     ]
     temperature: Annotated[
         float | Tensor,
@@ -125,8 +124,8 @@ class Options(TypedDict, total=False):
         None,
         [0, 0.999],
         """τ⁺, the probability that a candidate has the anchor's class. By default the loss decides,
-        and `hcl` and `debiased` take 1 / (N_i + 1). The objectives `simple` and `triplet`, and
-        those of your own, are not debiased.""",
+        and `hcl` and `debiased` take 1 / (N_i + 1), as if the positive alone had it. `simple`,
+        `triplet` and objectives of your own are not debiased.""",
     ]
     beta: Annotated[float, 0.5, [0, 1e8], "β, how strongly near candidates are preferred [1]."]
     alpha: Annotated[float, 0.3, [1e-9, 1.0], "α, the share of nearest candidates to keep [4]."]
@@ -134,9 +133,11 @@ class Options(TypedDict, total=False):
     cost: Annotated[str, "sqeuclidean", COSTS, "The cost at a distance d, ½d² or e^{d²} [2]."]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
-        float | None, None, [-9, 9.0], "Drop cosines above c − this, c of the nearest positive."
+        float | None, None, [-9, 9.0], "Drop a cosine above the nearest positive's less this."
     ]
-    relative_margin: Annotated[float | None, None, [-9, 9.0], "Drop cosines above c − this · |c|."]
+    relative_margin: Annotated[
+        float | None, None, [-9, 9.0], "The same, less this times that cosine's absolute value."
+    ]
     normalize: Annotated[
         bool,
         True,
@@ -153,7 +154,7 @@ class Options(TypedDict, total=False):
         ("mean", "sum", "none"),
         """The mean or the sum over all anchors of all ranks, or with "none" the losses of this
         rank's anchors. An anchor without a positive has the loss 0, and "mean" leaves it out. With
-        "none" a function of your own may not draw random numbers.""",
+        "none" a function of yours is called twice, and may not draw random numbers.""",
     ]
     block_size: Annotated[
         int | None,
@@ -191,7 +192,7 @@ def contrastive_loss(
     negative_mask   (A, N) or (N,), True where a candidate may be a negative.
     log_weights     (A, N) or (N,), added to the log weights, without a gradient, cut at ±5e19. If
                     the K rows of negatives were drawn with probabilities q_j, with replacement,
-                    pass −log(K q_j). If the batch was, pass log q_i − log q_j, with `nce`.
+                    pass −log(K q_j).
     labels          (B,), or (B + K,) with negatives (K, D), whose labels come last. Samples of one
                     label are not negatives of each other. They are positives of each other in
                     `ppcl`, and for a single view without positive_index.
@@ -214,8 +215,8 @@ def contrastive_loss(
     with _autocast_off(views[0].device.type):
         batch = _line_up(options, views, *given)
         value = _evaluate(batch, group, options)
-        # A masked NaN does not show in the loss, only in its gradient. Ranks check after they have
-        # communicated, so that none waits for another.
+        # A masked NaN shows only in the gradient. It is looked for last, as a rank that raises an
+        # error before it communicates lets the others wait.
         _check_finite("negatives", negatives)
         _check_finite("log_weights", log_weights)
         for i, view in enumerate(views):
@@ -224,9 +225,8 @@ def contrastive_loss(
 
 
 def answer(batch, options):
-    """Answer the three questions for some anchors, each from its own row alone → losses (a,), how
-    many anchors lack a positive, candidates there are and anchors take the floor of debiasing, and
-    the logits and log weights that led there."""
+    """Answer the three questions for some anchors, each from its own row alone → losses (a,), the
+    counts for `_warn_of`, and the logits and log weights that led there."""
     pos, neg, n = who(batch, options)
     log_w = weigh(batch, neg, n, options)
     known = options | {"pos": pos, "neg": neg, "log_w": log_w, "t": batch.t}
@@ -243,12 +243,12 @@ def answer(batch, options):
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
     A call can override the options given here. A temperature that is an nn.Parameter is learned.
-    So is an nn.Module as weights or objective, which takes 2 GiB at 2B = 16 384."""
+    So is an nn.Module as weights or objective. On a CPU it takes 2 GiB at 2B = 16 384."""
 
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
         self.given = {"loss": loss, **options}
-        self.options = resolve(self.given)  # to look at
+        self.options = resolve(self.given)
         learns = (nn.Parameter, nn.Module)
         self.learned = [name for name, x in self.given.items() if isinstance(x, learns)]
         for name in self.learned:
@@ -458,7 +458,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
     """Subtract the false negatives that are expected → the log of what is left (a,), and where (a,)
     that is the floor, the e^s of the cosine −1, below which no mean can be:
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
-    log_mean is log E, the mean of e^s over candidates. log_mean_pos is log E⁺, over positives.
+    E is the mean of e^s over candidates, E⁺ over positives. All but t are tensors (a,).
     Ref: [1] Eq. 2. Its code in Fig. 5 bounds a sum of N terms by e^{−1/t}, N times too low"""
     gap = tau_plus.log() + log_mean_pos - log_mean  # log of τ⁺E⁺/E
     nothing_left = gap >= 0
@@ -470,7 +470,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 
 def mean_positive(pos, neg, t, options):
-    """Compute the log of the mean of e^p over positives (a,), weighted like candidates."""
+    """Compute log E⁺ (a,). A positive weighs what a candidate of potential 0 at its logit would."""
     if pos.shape[1] == 1:
         return log_sum(pos)
     # if the rule drops all of them, they count the same
@@ -528,9 +528,12 @@ class _Batch(NamedTuple):
     def blocks(self, n_anchors, size):
         """Cut into blocks of `size` anchors."""
         n_blocks = -(-n_anchors // size)
-        none = [None] * n_blocks
-        columns = [none if x is None else x.split(size) for x in self[:8]]
+        columns = [[None] * n_blocks if x is None else x.split(size) for x in self[:8]]
         return [_Batch._make(rows + self[8:]) for rows in zip(*columns, strict=True)]
+
+    def gathered(self, group):
+        """Gather the anchors of all ranks."""
+        return _Batch._make(tuple(gather(x, group) for x in self[:8]) + self[8:])
 
 
 def _line_up(options, views, negatives, positive_index, labels, mask, log_weights, group):
@@ -564,25 +567,21 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
         known["candidate_labels"] = gather(known["labels"], group) if in_batch else labels[b:]
     if mask is not None:
         known["mask"] = tensor(mask).expand(len(scaled), -1)
-    if not in_batch and known.keys() == {"t", "candidates"} and _may_read(z):
-        if (negatives == views[1][0]).all(-1).any():
-            _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
-    if log_weights is not None:  # one below FAR would mask, and one near 1e30 would unmask
-        log_weights = log_weights.detach().to(z).clamp(FAR / 2, -FAR / 2)
-        known["log_weights"] = log_weights.expand(len(scaled), -1)
     batch = _Batch(scaled, pos, own, **known)
     if "potential" in takes(options["weight_function"]):
-        rows = tuple(gather(x, group) for x in batch[:8])
-        everyone = _Batch._make(rows + batch[8:])
-        return batch._replace(potential=_uncompiled(_couple, everyone, options))
+        potential = _uncompiled(_couple, batch.gathered(group), options)
+        batch = batch._replace(potential=potential)
+    if log_weights is not None:  # one below FAR would mask, and one near 1e30 would unmask
+        log_weights = log_weights.detach().to(z).clamp(FAR / 2, -FAR / 2)
+        batch = batch._replace(log_weights=log_weights.expand(len(scaled), -1))
     return batch
 
 
 def _each_once(index):
     """Keep one of equal entries in each row of index (B, P). The others become −1."""
-    ordered, order = index.sort(1)
-    ordered[:, 1:].masked_fill_(ordered.diff(dim=1) == 0, -1)
-    return ordered.scatter(1, order, ordered)
+    index = index.sort(1).values
+    index[:, 1:].masked_fill_(index.diff(dim=1) == 0, -1)
+    return index
 
 
 def who(batch, options):
@@ -662,9 +661,9 @@ def sinkhorn(
     all masked do not count in A and N. Returns f (A,), g (N,) and the error.
 
     It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most tolerance, by default 1e-5, or 1e-12 in
-    float64, or after max_steps with a warning. Each step takes the mean of f and g, as long as that
-    halves the error. It does for a kernel that is its own transpose [10], and saves most steps
-    where embeddings cluster. Ref: [2] Eq. 5"""
+    float64, or after max_steps with a warning. For a kernel that is its own transpose f and g are
+    equal. So each step takes their mean [10], as long as that halves the error, which saves most
+    steps where embeddings cluster. Ref: [2] Eq. 5"""
     _check("max_steps", max_steps, 1)
     f, g, half, error = None, None, 0.5, INF
     for step in range(max_steps + 1):
@@ -876,7 +875,8 @@ def _block_size(batch, options):
 
 
 def _in_blocks(batch, options, size):
-    """Compute losses (A,), or their sum, and counts, with the matrix of one block in memory."""
+    """Compute losses (A,), or their sum, and counts, with the matrix of one block in memory. The
+    gradient of a sum is computed with it. Losses are swept again when theirs is asked for."""
     ones = torch.ones_like(batch.scaled[:, 0])
     summed = options["reduction"] != "none"
     grad = ones if summed and torch.is_grad_enabled() else None
@@ -920,7 +920,7 @@ def _sweep(options, size, batch, grad):
     function of the user's learns something, whose gradient would be missing. Blocks fill parts of
     whole tensors, as small ones would fragment the memory of matrices."""
     losses, counts = torch.zeros_like(batch.scaled[:, 0]), [0, 0, 0]
-    weights = losses if grad is None else grad
+    weights = losses if grad is None else grad  # not read without a gradient
     learned = [grad is not None and torch.is_tensor(x) and x.requires_grad for x in batch]
     gradients = [torch.zeros_like(x) if y else None for x, y in zip(batch, learned, strict=True)]
     blocks = batch.blocks(len(losses), size)
@@ -930,7 +930,7 @@ def _sweep(options, size, batch, grad):
         for block, part, loss, weight in rows:
             leaves = _Batch._make(map(_leaf, block, part))
             value, more, _ = answer(leaves, options)
-            if not _begins_at(value) <= {id(x) for x in leaves}:
+            if not _leaves_of(value) <= {id(x) for x in leaves}:
                 return None
             loss.copy_(value.detach())
             counts = [a + b for a, b in zip(counts, more, strict=True)]
@@ -939,8 +939,8 @@ def _sweep(options, size, batch, grad):
     return losses, counts, gradients
 
 
-def _begins_at(x):
-    """List the ids of the tensors at which the graph of x begins."""
+def _leaves_of(x):
+    """List the ids of the leaves of the graph of x."""
     seen, new = {None}, {x.grad_fn}
     while new := new - seen:
         seen |= new
@@ -1092,8 +1092,8 @@ def _warn(message):
     warnings.warn(message, stacklevel=level)
 
 
-# Once glibc has freed 31 MiB in one piece, it keeps freed memory for the matrix of the next block.
-torch.empty(31 * 2**18, device="cpu")
+# Once glibc has freed 31 MiB in one piece, it keeps what blocks free, which is thrice as fast.
+torch.empty(31 * 2**20, dtype=torch.uint8, device="cpu")
 
 DEFAULTS = {"loss": "simclr"}
 ALLOWED = {"loss": PRESETS}
@@ -1112,7 +1112,7 @@ def _words_of(allowed):
 
 
 for _documented in (contrastive_loss, ContrastiveLoss):
-    _entries = [inspect.getdoc(_documented), "", "Options"]
+    _entries = [inspect.getdoc(_documented) or "", "", "Options"]
     for _name, _text in TEXTS.items():
         _text = inspect.cleandoc(_text).replace("\n", "\n    ")
         _entries.append(f"{_name} = {DEFAULTS[_name]!r}, {_words_of(ALLOWED[_name])}\n    {_text}")
@@ -1194,6 +1194,9 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
             raise InvalidArgument("positive_index names rows of negatives, but there are none.")
     else:
         _check_negatives(negatives, views, options, labels, group)
+        if positive_index is labels is mask is None and _may_read(negatives):
+            if (negatives == views[1][0]).all(-1).any():
+                _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
         n_anchors, n, k = b, negatives.shape[-2], negatives.shape[-2]
     hint = f" for {b} samples and {k} rows of negatives"
     _check_tensor("labels", labels, "", (b + k,), hint=hint)
@@ -1321,28 +1324,27 @@ def view(
     _check_tensor("images", images, "", ("B", 3, "H", "W"), required=True)
     with torch.autocast(images.device.type, enabled=False):  # 16 bits are too few for coordinates
         x = _floats(images)
-        numbers = torch.rand(len(x), 13, generator=generator, device=x.device)
-        numbers = iter(numbers.to(x.dtype).unbind(1))
+        random = iter(torch.rand(len(x), 13, generator=generator, device=x.device).unbind(1))
 
-        def draw(limits=(0, 1)):
+        def drawn(limits=(0, 1)):
             low, high = limits
-            return low + (high - low) * next(numbers)  # (B,)
+            return low + (high - low) * next(random).to(x.dtype)  # (B,)
 
         # crop and flip: coordinates go from −1 to 1
-        share, aspect = draw(area), draw([math.log(x) for x in ratio]).exp()
+        share, aspect = drawn(area), drawn([math.log(x) for x in ratio]).exp()
         width, height = (side.sqrt().clamp_max(1) for side in (share * aspect, share / aspect))
-        x_center, y_center = (1 - width) * draw((-1, 1)), (1 - height) * draw((-1, 1))
-        width, zero = torch.where(draw() < flip, -width, width), torch.zeros_like(width)
+        x_center, y_center = (1 - width) * drawn((-1, 1)), (1 - height) * drawn((-1, 1))
+        width, zero = torch.where(drawn() < flip, -width, width), torch.zeros_like(width)
         theta = torch.stack([width, zero, x_center, zero, height, y_center], 1).view(-1, 2, 3)
         grid = F.affine_grid(theta, x.shape, align_corners=False)  # (B, H, W, 2)
         x = F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)
 
         # colours: in YIQ, scale and turn chroma, which is IQ; then change brightness and contrast
-        changed = (draw() < jitter).to(x.dtype)  # 1 or 0
+        changed = (drawn() < jitter).to(x.dtype)  # 1 or 0
         ranges = brightness, contrast, saturation
-        light, spread, colour = (1 + changed * draw((-most, most)) for most in ranges)
-        angle = changed * draw((-hue, hue)) * 2 * math.pi
-        colour = colour * (draw() >= gray)
+        light, spread, colour = (1 + changed * drawn((-most, most)) for most in ranges)
+        angle = changed * drawn((-hue, hue)) * 2 * math.pi
+        colour = colour * (drawn() >= gray)
         cos, sin, one = angle.cos() * colour, angle.sin() * colour, torch.ones_like(angle)
         chroma = torch.stack([one, zero, zero, zero, cos, -sin, zero, sin, cos], 1).view(-1, 3, 3)
         yiq = torch.tensor(YIQ, dtype=torch.float32, device="cpu")
@@ -1354,8 +1356,8 @@ def view(
         if blur > 0:
             radius = max(1, min(x.shape[2:]) // 20)  # the kernel is a tenth as wide as the image
             steps = torch.arange(-radius, radius + 1, device=x.device)
-            kernel = torch.softmax(-((steps / draw(sigma)[:, None]) ** 2) / 2, 1)
-            kernel = torch.where((draw() < blur)[:, None], kernel, (steps == 0).to(x.dtype))
+            kernel = torch.softmax(-((steps / drawn(sigma)[:, None]) ** 2) / 2, 1)
+            kernel = torch.where((drawn() < blur)[:, None], kernel, (steps == 0).to(x.dtype))
             x = F.pad(x, (radius,) * 4, mode="reflect")
             for dim in (2, 3):
                 side, weights = x.shape[dim] - 2 * radius, kernel[:, :, None, None, None].unbind(1)
@@ -1662,7 +1664,7 @@ class Game(nn.Module):
         follow(self.G_ema, self.G, self.momentum)
         for module in self.G_ema.train().modules():
             if hasattr(module, "parametrizations"):
-                module.parametrizations.weight()  # averaged singular vectors get length 1 again
+                module.parametrizations.weight()  # a call gives singular vectors length 1 again
 
     def get_extra_state(self):
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
@@ -1769,7 +1771,7 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
     """Return a function that embeds about `micro_batch` samples at a time, which saves memory.
     Its arguments are tensors or dicts of tensors, whose rows are samples. The backward pass embeds
     them again, with the same randomness. The gradient is exact, but BatchNorm sees one part at a
-    time. With DistributedDataParallel, wrap a module that calls this function. Ref: [11]"""
+    time, twice. With DistributedDataParallel, wrap a module that calls this function. Ref: [11]"""
     _check("micro_batch", micro_batch, 1)
 
     def in_parts(*inputs, **named):
@@ -1932,7 +1934,7 @@ class Training:
         return figures | {"images": len(index) * self.ranks}
 
     def state_dict(self) -> dict:
-        """Return what a Training of the same arguments needs to resume. Save it at once."""
+        """Return what a Training of the same arguments needs to resume, as tensors in use."""
         parts = {name: getattr(self, name).state_dict() for name in self.parts}
         return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
 
