@@ -133,11 +133,9 @@ class Options(TypedDict, total=False):
     cost: Annotated[str, "sqeuclidean", COSTS, "The cost at a distance d, ½d² or e^{d²} [2]."]
     margin: Annotated[float, 0.0, [0, 1e9], "η, the margin of the hinge, a squared distance."]
     absolute_margin: Annotated[
-        float | None, None, [-9, 9.0], "Drop a cosine above the nearest positive's less this."
+        float | None, None, [-9, 9.0], "Drop cosines above p − this, p the nearest positive's."
     ]
-    relative_margin: Annotated[
-        float | None, None, [-9, 9.0], "The same, less this times that cosine's absolute value."
-    ]
+    relative_margin: Annotated[float | None, None, [-9, 9.0], "Drop cosines above p − this · |p|."]
     normalize: Annotated[
         bool,
         True,
@@ -470,7 +468,7 @@ def published(log_mean, log_mean_pos, tau_plus, t):
 
 
 def mean_positive(pos, neg, t, options):
-    """Compute log E⁺ (a,). A positive weighs what a candidate of potential 0 at its logit would."""
+    """Compute log E⁺ (a,). [1] weighs a positive as a candidate at its logit, of potential 0."""
     if pos.shape[1] == 1:
         return log_sum(pos)
     # if the rule drops all of them, they count the same
@@ -480,7 +478,7 @@ def mean_positive(pos, neg, t, options):
 
 def add_up(batch, pos, neg, log_w, n, options):
     """Compute log Σ_j w_j e^{s_j} (a,), debiased if the loss is, and how many anchors take the
-    floor. Where all is masked, the result is."""
+    floor. Where all is masked, so is the result."""
     log_negatives, tau_plus = log_sum(neg, log_w), options["tau_plus"]
     if tau_plus == 0:
         return log_negatives, 0
@@ -662,8 +660,8 @@ def sinkhorn(
 
     It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most tolerance, by default 1e-5, or 1e-12 in
     float64, or after max_steps with a warning. For a kernel that is its own transpose f and g are
-    equal. So each step takes their mean [10], as long as that halves the error, which saves most
-    steps where embeddings cluster. Ref: [2] Eq. 5"""
+    equal. So each step takes their mean [10], as long as that halves the error. For others it soon
+    does not. Where embeddings cluster this saves most steps. Ref: [2] Eq. 5"""
     _check("max_steps", max_steps, 1)
     f, g, half, error = None, None, 0.5, INF
     for step in range(max_steps + 1):
@@ -831,7 +829,7 @@ def _evaluate(batch, group, options):
         value, counts, _ = answer(batch, options)
     if _may_read(value):
         _warn_of(counts, len(batch.scaled), options)
-    if group is not None:  # all ranks, or none, run the backward pass of `gather`
+    if group is not None:  # else a rank without a gradient would skip the backward pass of `gather`
         for x in (batch.candidates, batch.potential):
             if x is not None:
                 value = value + x[:0].sum()
@@ -876,7 +874,7 @@ def _block_size(batch, options):
 
 def _in_blocks(batch, options, size):
     """Compute losses (A,), or their sum, and counts, with the matrix of one block in memory. The
-    gradient of a sum is computed with it. Losses are swept again when theirs is asked for."""
+    gradient of a sum is computed with it. For losses the backward pass sweeps again."""
     ones = torch.ones_like(batch.scaled[:, 0])
     summed = options["reduction"] != "none"
     grad = ones if summed and torch.is_grad_enabled() else None
@@ -1194,9 +1192,9 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
             raise InvalidArgument("positive_index names rows of negatives, but there are none.")
     else:
         _check_negatives(negatives, views, options, labels, group)
-        if positive_index is labels is mask is None and _may_read(negatives):
-            if (negatives == views[1][0]).all(-1).any():
-                _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
+        shared = positive_index is labels is mask is None and negatives.ndim == 2
+        if shared and _may_read(negatives) and (negatives == views[1][0]).all(-1).any():
+            _warn("The first row of views[1] is in negatives, too. Name it in positive_index=.")
         n_anchors, n, k = b, negatives.shape[-2], negatives.shape[-2]
     hint = f" for {b} samples and {k} rows of negatives"
     _check_tensor("labels", labels, "", (b + k,), hint=hint)
@@ -1664,7 +1662,7 @@ class Game(nn.Module):
         follow(self.G_ema, self.G, self.momentum)
         for module in self.G_ema.train().modules():
             if hasattr(module, "parametrizations"):
-                module.parametrizations.weight()  # a call gives singular vectors length 1 again
+                module.parametrizations.weight()  # renews its buffers, which averaging shortened
 
     def get_extra_state(self):
         states = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}

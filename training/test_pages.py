@@ -108,6 +108,13 @@ class TestReadme:
         assert f"\n## {version}\n" in (HERE / "CHANGELOG.md").read_text()
         assert "MIT licence" in header and "Copyright" in header
 
+    def test_contributing_names_what_is_there(self):
+        text = (HERE / "CONTRIBUTING.md").read_text()
+        names = ("hardneg", "reference_numpy", "test_hardneg", "train")
+        code = "".join((HERE / f"{name}.py").read_text() for name in names)
+        named = re.findall(r"`(\w{3,})`", text) + re.findall(r"\bTest[A-Z]\w+", text)
+        assert len(named) > 20 and all(name in code for name in named)
+
     @pytest.mark.parametrize("words", sorted(set(COMMANDS)))
     def test_commands_parse(self, words):
         given = train.parse(words.split())
