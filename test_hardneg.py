@@ -747,6 +747,19 @@ class TestWeights:
     def test_top_keeps_the_ceiling(self, alpha, n, kept):
         assert (hardneg.top(embeddings(n, 1, n), alpha) == 0).sum() == kept
 
+    def test_top_needs_no_order(self, monkeypatch):
+        """Where it asks for none, a GPU gives any."""
+        topk = torch.Tensor.topk
+
+        def backwards(x, k, sorted=True):
+            found = topk(x, k)
+            return found if sorted else SimpleNamespace(values=found.values.flip(-1))
+
+        logits = embeddings(1, 3, 9)
+        wanted = hardneg.top(logits, 0.5)
+        monkeypatch.setattr(torch.Tensor, "topk", backwards)
+        assert torch.equal(hardneg.top(logits, 0.5), wanted)
+
     @pytest.mark.parametrize("name", RULES)
     @at_least(60)
     @given(**MATRICES, m=st.integers(1, 3), tied=BOOLEANS, may_read=BOOLEANS, data=st.data())
@@ -853,6 +866,39 @@ class TestSinkhorn:
     def test_says_that_it_has_not_converged(self):
         with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
             couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 0.0, max_steps=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 2.0, max_steps=1)
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_takes_means_as_long_as_that_halves_the_error(self, seed):
+        n, steps = (3, 6) if seed % 2 else (5, 6)
+        kernel = rng(seed).uniform(-3, 0, (n, n))
+        if seed % 2:  # as without own samples: each mean leaves 3/8 of the error
+            kernel = kernel + kernel.T - 20 * np.eye(n)
+        f, g, error, means = np.zeros(n), np.zeros(n), INF, True
+        for step in range(steps):
+            rows = np.exp(kernel + g).sum(1)
+            if step > 0:
+                before, error = error, np.abs(np.exp(f) * rows - 1).mean()
+                means = means and error < before / 2
+            f = -np.log(rows)
+            g = -np.log(np.exp(kernel + f[:, None]).sum(0))
+            if means:
+                f = g = (f + g) / 2
+        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 6"):
+            found = couple(torch.tensor(kernel), 0.0, steps)
+        all_close(found[:2], (f - np.log(n), g), 1e-12)
+
+    def test_its_last_step_is_looked_at_on_a_gpu(self, as_on_a_gpu):
+        """Also if it is no eighth one: the error is that of the plan."""
+        kernel = torch.tensor(rng(0).uniform(-6, 0, (5, 7)))
+        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 19, ") as said:
+            with Operations() as operations:
+                f, g, error = couple(kernel, 0.0, max_steps=19)
+        assert len(operations.reads()) == 3 and len(said) == 1  # at steps 8, 16 and 19
+        rows = torch.exp(f[:, None] + kernel + g).sum(1)
+        close((rows - 1 / 5).abs().sum(), error, 1e-12)
 
     def test_refuses_to_take_no_step(self):
         with refused("^max_steps is 0; it must be "):
@@ -906,6 +952,13 @@ class TestObjectives:
 
 class TestDebiased:
     """False negatives are subtracted, down to a floor."""
+
+    def test_where_exactly_nothing_is_left_the_floor_has_no_slope(self):
+        tau_plus, log_mean_pos = torch.tensor([0.5]), torch.zeros(1, requires_grad=True)
+        log_mean = tau_plus.log().requires_grad_()
+        value, clamped = hardneg.published(log_mean, log_mean_pos, tau_plus, 0.5)
+        assert (value.item(), clamped.item()) == (-2, True)
+        assert torch.autograd.grad(value, [log_mean, log_mean_pos]) == (0, 0)
 
     @pytest.mark.parametrize("own", [1e15, 1e16, 4e19])
     def test_large_log_weights_of_an_anchor_without_anything(self, own):
@@ -1033,6 +1086,7 @@ class TestContrastiveLoss:
         else:
             close(by_t, np.imag(total(x, t + 1e-30j)) / 1e-30, error)
         assert stats.keys() == figures.keys()
+        assert not any(figure.requires_grad for figure in stats.values())
         found = [float(stats[name]) for name in figures]
         np.testing.assert_allclose(found, [*figures.values()], error, error)
 
@@ -1173,6 +1227,7 @@ class TestNamedPositives:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             contrastive_loss(x, y, negatives=x)
+            contrastive_loss(x, y, negatives=torch.where(x > 0, x, y[0]))  # shares some entries
             others = torch.tensor([[1, 2], [0, 2], [0, 1]])  # for each sample rows of its own
             contrastive_loss(x, y, negatives=y[others])
             contrastive_loss(x, y, negatives=y, positive_index=torch.arange(3))
@@ -1320,6 +1375,19 @@ class TestFunctions:
         of_neg = [lambda pos, neg, log_w: neg.amax(1), lambda pos, neg, log_w: neg.logsumexp(1)]
         close(*[contrastive_loss(x, y, weights="hardest", objective=f) for f in of_neg], 1e-12)
 
+    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
+    def test_what_does_not_count_is_one_number(self, weights):
+        """In logits and log weights, whether a mask or the rule dropped it."""
+
+        def judge(pos, neg, log_w):
+            dropped = neg == -1e30
+            assert torch.equal(log_w == -1e30, dropped) and dropped.any()
+            assert neg[~dropped].abs().max() < 99 and log_w[~dropped].abs().max() < 99
+            return pos[:, 0]
+
+        x, y = embeddings(2, 2, 6, 3)
+        contrastive_loss(x, y, weights=weights, objective=judge, labels=[0, 0, 1, 1, 2, 3])
+
 
 class TestContrastiveLossModule:
     """`ContrastiveLoss` holds options, which a call may override, and a learned temperature."""
@@ -1374,9 +1442,9 @@ class TestContrastiveLossModule:
         words = 'ContrastiveLoss("ot", temperature=0.3, cost="exp", detach_weights=False)'
         assert repr(module) == words
         assert eval(words, {"ContrastiveLoss": hardneg.ContrastiveLoss}).given == module.given
-        learned = nn.Parameter(torch.tensor(0.07))
+        learned = nn.Parameter(torch.tensor(0.0725))
         module = hardneg.ContrastiveLoss(weights=F.relu, temperature=learned)
-        assert repr(module) == 'ContrastiveLoss("simclr", weights=relu, temperature=0.07)'
+        assert repr(module) == 'ContrastiveLoss("simclr", weights=relu, temperature=0.0725)'
         module = hardneg.ContrastiveLoss("hcl", objective=nn.Identity(), beta=2.0)
         words = 'ContrastiveLoss(\n  "hcl", beta=2.0\n  (objective): Identity()\n)'
         assert repr(module) == words
@@ -1469,6 +1537,18 @@ class TestExtremes:
             found.append([value.detach(), *slopes])
         all_close(found[2], found[0], 1e-6)
         all_close(found[3], found[1], 1e-6)
+
+    def test_negatives_are_normalized_in_the_dtype_of_the_views(self):
+        (x, y), rows = embeddings(1, 2, 4, 3), embeddings(2, 5, 3).float()
+        found = contrastive_loss(x, y, negatives=rows)
+        close(found, contrastive_loss(x, y, negatives=rows.double()), 1e-12)
+
+    @pytest.mark.parametrize("objective", ["nce", "each", "ppcl"])
+    def test_a_hard_positive_is_accurate(self, objective):
+        """log(1 + 2 e²⁰) is 1e-9 above log 2 + 20."""
+        x = torch.eye(2, dtype=torch.float64)
+        found = contrastive_loss(x, -x, objective=objective, temperature=0.05)
+        close(found, np.log1p(2 * np.exp(20)), 1e-13)
 
     @pytest.mark.parametrize("block_size", [0, 4])
     def test_a_learned_temperature_may_have_16_bits_and_one_entry(self, block_size):
@@ -2487,6 +2567,7 @@ class TestGame:
         game = tiny_game(16, width=4, lr=1e-3)
         for k in range(100):
             game.imitate(IMAGES[:8] / 255, seeded(k))
+            game.G_ema.eval()  # as for a picture
             game.follow()
         buffers = game.G_ema.named_buffers()  # of the follower: averages have a norm below 1
         estimates = [x for name, x in buffers if name.endswith(("._u", "._v"))]
@@ -2505,12 +2586,13 @@ class TestGame:
         game, encoder, real = tiny_game(), Pixels(), random_images(8, 8, torch.float32)
         parts = [encoder, game.G] + [game.D] * (broken != "generator")
         before = [weights_of(part) for part in parts]
-        step = partial(game.imitate, real, seeded(1))
+        step = partial(game.imitate, real, seeded(1), read=True)
         if broken == "encoder":
             replace(monkeypatch, "ppcl", lambda pos, log_negatives: pos.sum(1) * INF)
             monkeypatch.setattr(hardneg, "_check_finite", lambda *_, **__: None)
             step = partial(play, game, encoder, real, lr=0.1)
         else:
+            monkeypatch.setattr(hardneg, "_may_read", lambda x: False)  # as on a GPU
             score, calls = game.D.forward, itertools.count()
             place = {"discriminator": 1, "generator": 2}[broken]
             game.D.forward = lambda x: score(x) * (math.nan if next(calls) == place else 1)
@@ -2524,6 +2606,8 @@ class TestGame:
         """Epochs of the game alone have no loss; later it moves in every second step."""
         game, steps = tiny_game(16, pretrain=pretrain, ascent_lr=0.002, lr=0.003), 3 * pretrain
         training = begin(IMAGES, "diffhard", method_options={"game": game})
+        training.schedules = {"temperature": lambda progress: 0.1 + math.sqrt(progress)}
+        assert {x.defaults["betas"] for x in game.optimizers.values()} == {(0.0, 0.999)}
         before, first, ascent, rates = weights_of(game), weights_of(training.encoder), [], []
         groups = {name: x.param_groups[0] for name, x in game.optimizers.items()}
         assert (training.epoch, training.steps) == (-pretrain, steps + 6)
@@ -2729,6 +2813,25 @@ class TestTraining:
         next(iter(training))
         assert not torch.equal(batch_norm.running_mean, before)
 
+    @pytest.mark.parametrize("pretrain", [0, 1])
+    def test_so_is_a_game(self, pretrain):
+        """Else the spectral norms would not follow the weights."""
+        game = tiny_game(16, pretrain=pretrain)
+        training = begin(IMAGES, "diffhard", epochs=1, method_options={"game": game.eval()})
+        next(iter(training))
+        assert game.training and game.G.training and game.D.training and game.G_ema.training
+
+    def test_views_are_embedded_in_one_pass(self):
+        """So BatchNorm sees both, and cannot tell them apart."""
+        network, images = Plain(), random_images(7, 8)
+        for name, sizes in ("simclr", [14]), ("bank", [7]), ("diffhard", [26]):
+            options = {"game": settled(tiny_game())} if name == "diffhard" else {}
+            criterion = hardneg.ContrastiveLoss("ppcl")
+            method = make(name, criterion, network, images, **options)
+            network.seen.clear()
+            method.step(network, images, torch.arange(7), seeded(3), torch.Tensor.backward)
+            assert network.seen == sizes
+
     def test_steps_and_seeds_differ_in_what_they_draw(self, monkeypatch):
         draws = []
 
@@ -2737,11 +2840,13 @@ class TestTraining:
             return images / 255
 
         monkeypatch.setattr(hardneg, "view", view)
-        for seed in (0, 0, 1, 10**9):
-            list(itertools.islice(begin(IMAGES, seed=seed), 2))
-        first, again, *others = torch.stack(draws).chunk(4)
+        for seed, rank in ((0, 0), (0, 0), (1, 0), (10**9, 0), (0, 1), (1, 1)):
+            training = begin(IMAGES, seed=seed)
+            training.rank = rank
+            list(itertools.islice(training, 4))  # the last is of another epoch
+        first, again, *others = torch.stack(draws).chunk(6)
         assert torch.equal(first, again)
-        assert len(torch.cat([first, *others]).unique()) == 3 * first.numel()
+        assert len(torch.cat([first, *others]).unique()) == 5 * first.numel()
 
     @pytest.mark.parametrize("n, size, sizes", [(240, 70, [60] * 4), (5, 2, [3, 2]), (7, 99, [7])])
     def test_an_epoch_has_each_image_once(self, n, size, sizes):
@@ -2756,14 +2861,15 @@ class TestTraining:
             one, two = torch.cat([given[2] for given in asked]).split(n)
             assert set(one.tolist()) == set(two.tolist()) == set(range(n))
             assert not torch.equal(one, two)
-            orders.append(one.tolist())
+            orders.append([one.tolist(), two.tolist()])
         first, again, other = orders
-        assert first == again != other
+        assert first == again and not any(order in first for order in other)
 
     def test_schedules_and_statistics(self):
         """A schedule's option reaches the loss; statistics come every tenth of an epoch."""
         schedules = {"alpha": partial(hardneg.lead_in, alpha=0.1)}
         seen = list(begin(IMAGES, loss="hard", schedules=schedules, batch_size=8))
+        assert not any(x.requires_grad for x in tensors_of(seen))
         assert [p["alpha"] for p in seen] == [hardneg.lead_in(k / 60, 0.1) for k in range(60)]
         told = {k: float(p["ess"]) for k, p in enumerate(seen) if "ess" in p}
         wanted = {k: math.ceil(14 * seen[k]["alpha"]) / 14 for k in range(0, 60, 3)}
@@ -2775,12 +2881,20 @@ class TestTraining:
         ("sgd", 5e-4, 200, [1] * 80 + [0.1] * 15 + [0.01] * 5),
         ("adam", 1e-6, 400, [1] * 100),
     ]
+    SETTINGS = {
+        "adamw": (256, 8e-3, "AdamW"),
+        "sgd": (128, 0.03, "SGD"),
+        "adam": (256, 1e-3, "Adam"),
+    }
 
     @pytest.mark.parametrize("recipe, decay, epochs, wanted", RECIPES)
     def test_recipes(self, recipe, decay, epochs, wanted):
         training = begin(IMAGES[:2], recipe=recipe, epochs=100, lr=1e-6)
         rates = [1e6 * training.optimizer.param_groups[0]["lr"] for _ in training]
         close(rates, wanted, 1e-12)
+        settings = hardneg.RECIPES[recipe]
+        found = settings["batch_size"], settings["lr"], type(training.optimizer).__name__
+        assert found == self.SETTINGS[recipe]
         learned = nn.Parameter(torch.tensor(0.4))
         method = hardneg.SimCLR(hardneg.ContrastiveLoss("hcl", temperature=learned))
         encoder = hardneg.Encoder(size=16)
@@ -2798,6 +2912,25 @@ class TestTraining:
         message = rf"^Training stopped at step {step} of {training.steps}\. .*NaN.* A lower lr"
         with pytest.raises(FloatingPointError, match=message):
             list(training)
+
+    READ = [("encoder", 0), ("discriminator", 0), ("discriminator", 1)]
+
+    @pytest.mark.parametrize("part, pretrain", READ)
+    def test_on_a_gpu_a_step_with_statistics_looks_at_losses(self, as_on_a_gpu, part, pretrain):
+        game = tiny_game(16, pretrain=pretrain)
+        training = begin(IMAGES, "diffhard", batch_size=8, method_options={"game": game})
+        network = training.encoder if part == "encoder" else game.D
+        for parameter in network.parameters():
+            parameter.data.fill_(math.nan)
+        message = rf"^Training stopped at step 1 of .* The loss of the {part} is nan"
+        with pytest.raises(FloatingPointError, match=message):
+            next(iter(training))
+
+    @pytest.mark.parametrize("enabled", [False, True])
+    def test_autocast_is_as_asked(self, enabled):
+        training, found = begin(IMAGES, epochs=1, bfloat16=enabled), set()
+        training.encoder.head.register_forward_hook(lambda _, x, z: found.add(z.dtype))
+        assert list(training) and found == {torch.bfloat16 if enabled else torch.float32}
 
     @pytest.mark.parametrize("name", METHODS)
     def test_bfloat16(self, name):
