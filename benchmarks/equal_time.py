@@ -13,9 +13,11 @@ from pathlib import Path
 import common
 import descriptions
 import torch
-from sentence_rows import PAIRS, SETTINGS
+from sentence_rows import PAIRS, SETTINGS, by_row
 from sentences import SEARCH, Run, evaluate, machine, read_encoder
 from torch import Tensor
+
+from training import report
 
 SEEDS = range(10, 15)  # no other run has them
 TRIALS = [*itertools.product((0.03, 0.05), (1e-4, 2e-4))]  # temperature and rate
@@ -99,6 +101,28 @@ class Study:
                     self.keep("runs", row, chosen[row], seed, "test")
 
 
+def table(found: dict) -> str:
+    """Write trials and runs, and the differences over seeds and sources."""
+    names = ["mrr", "r1", "r10", "seconds"]
+    lines = [["row", "seed", "t", "rate", *names]]
+    for run in found["trials"] + found["runs"]:
+        settings = [str(run["settings"][name]) for name in ("temperature", "rate")]
+        measured = [f"{run[name]:.1f}" for name in names]
+        lines.append([f"`{run['row']}`", str(run["seed"]), *settings, *measured])
+    differences = [["difference", "n", "MRR", "p"]]
+    rows = by_row(found["runs"])
+    for question in QUESTIONS:
+        one, other = [rows.get(row, []) for row in question.split(" − ")]
+        of_seed = {run["seed"]: torch.tensor(run["by_group"]) for run in other}
+        pairs = [run for run in one if run["seed"] in of_seed]
+        if len(pairs) > 1:
+            gaps = [torch.tensor(run["by_group"]) - of_seed[run["seed"]] for run in pairs]
+            mean, half, chance = over_seeds_and_sources(torch.stack(gaps))
+            middle = f"{mean:+.1f} ± {half:.1f}"
+            differences.append([question, str(len(pairs)), middle, f"{chance:.4f}"])
+    return f"{report.markdown(lines)}\n\n{report.markdown(differences)}"
+
+
 def commit() -> str:
     """Name the commit of the code."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -106,7 +130,7 @@ def commit() -> str:
 
 
 def main():
-    """Run what is not recorded yet."""
+    """Run what is not recorded yet, and print the table."""
     parser = common.parser_of(__doc__)
     parser.add_argument("--lists", type=Path, default=descriptions.LISTS, help="apt's lists")
     parser.add_argument("--model", type=Path, help="folder of the encoder, if not the package's")
@@ -118,6 +142,7 @@ def main():
         record = common.Record("equal_time", corpus.about)
         record.found.setdefault("trials", [])
         Study(corpus.parts, record, folder).go()
+    print(table(common.read("equal_time")))
 
 
 if __name__ == "__main__":
