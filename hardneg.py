@@ -1831,10 +1831,10 @@ class Training:
     seed           The seed of order, views and latents. It repeats the run.
     group          Ranks of torch.distributed that share each batch. All begin with equal encoders
                    and methods, and stay equal. On a GPU BatchNorm becomes SyncBatchNorm.
-    settings       epochs, batch_size (at most, of all ranks), lr, weight_decay.
+    settings       epochs, batch_size (about, of all ranks), lr, weight_decay.
 
-    Each step yields a dict of "epoch", below 0 in the pre-training, "step", "steps", "images",
-    "loss", scheduled options, and figures of the method. Every tenth of an epoch they include
+    Each step yields a dict of "epoch", "step", "steps", "images" and figures of the method. Where
+    the epoch is not below 0, which is pre-training, it has "loss" and scheduled options. Every tenth of an epoch they include
     statistics. A loss that is not finite raises FloatingPointError, on a GPU only then."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state

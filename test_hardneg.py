@@ -1345,6 +1345,12 @@ class TestFunctions:
             found.append([0 * x if y is None else y for y in (value.detach(), *gradients)])
         all_close(*found, 1e-12)
 
+    def test_anchors_without_a_positive_are_counted_in_every_block(self):
+        x, scale = embeddings(1, 6, 3), nn.Parameter(torch.ones(()))
+        given = {"labels": [0, 1, 2, 2, 3, 3]}
+        given["objective"] = lambda pos, neg, log_w: scale * (neg.logsumexp(1) - pos.amax(1))
+        close(*[contrastive_loss(x, block_size=size, **given) for size in (0, 2)], 1e-12)
+
     def test_may_be_random(self):
         x = embeddings(1, 2, 6, 3).requires_grad_()  # whose candidates the loss does not read
         t = x.detach()[0, 0, 0].exp().requires_grad_()
@@ -1406,6 +1412,8 @@ class TestContrastiveLossModule:
         close(of_a_class("hcl", temperature=0.3, beta=2.0)(x, y), module(x, y), 1e-12)
         settled = module.options["weights"], module.options["objective"]
         assert settled == hardneg.PRESETS["hcl"][:2] and not module.state_dict()
+        hinges = hardneg.ContrastiveLoss("hcl", objective="triplet", tau_plus=0.1)
+        assert hinges.options["tau_plus"] == 0  # they are not debiased
 
     @pytest.mark.parametrize("name", ["weights", "objective"])
     def test_a_module_as_a_part_is_trained(self, name):
@@ -1747,6 +1755,13 @@ class TestMine:
         found = hardneg.mine(x.float(), y, 2, positives=positives, labels=labels)
         assert torch.equal(found, wanted)
 
+    def test_autocast_and_gradients_change_nothing(self):
+        x = embeddings(1, 9, 3).float().requires_grad_()
+        wanted = hardneg.mine(x, x, 4, scores=True)
+        assert not wanted[1].requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            assert equal_states(hardneg.mine(x, x, 4, scores=True), wanted)
+
 
 class TestDraw:
     """Indices have the frequencies of their weights, and a generator's state replays them."""
@@ -1787,6 +1802,15 @@ class TestDraw:
         assert (index != following).any() or counts.max() == 1
         assert all(len(set(row)) == k for row in index.tolist())
         assert torch.equal(hardneg.draw(log_w, k, seeded(3)), index)
+
+    def test_no_noise_and_16_bits(self, monkeypatch):
+        """Noise may round to 0, whose log is −∞; it is drawn in float32."""
+        flat = torch.zeros(1, 999).half()
+        index, wanted = (hardneg.draw(x, 99, seeded(1)) for x in (flat, flat.float()))
+        assert torch.equal(index, wanted)
+        log_w = torch.tensor([[0.0, -INF, 0.0, -3.0]]).half()
+        monkeypatch.setattr(torch.Tensor, "exponential_", lambda x, generator: x.zero_())
+        assert hardneg.draw(log_w, 3).sort().values.tolist() == [[0, 2, 3]]
 
     TOO_FEW = [([0, -INF, 0], 3), ([-INF] * 3, 1), ([0, 0, 0], 4), ([0, 0, 0], 0)]
 
@@ -1918,6 +1942,11 @@ class TestInvalidArguments:
         with refused(re.escape(said)):
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
+    def test_errors_are_short(self):
+        with refused("^alpha is ") as caught:
+            hardneg.ContrastiveLoss("hard", alpha=[0.5] * 1000)
+        assert len(str(caught.value)) < 200
+
     @pytest.mark.parametrize("loss", PRESETS)
     def test_embeddings_are_finite(self, loss):
         """A masked row does not reach the value, but its gradient would be 0 · NaN."""
@@ -1952,6 +1981,14 @@ class TestLargeBatches:
         assert torch.autograd.gradgradcheck(partial(function, **options), x)
         with pytest.raises(RuntimeError, match="block_size=0"):
             torch.autograd.grad(function(x, block_size=3), x, create_graph=True)
+
+    @pytest.mark.parametrize("samples", [256, 257])
+    def test_a_quarter_of_a_block_is_not_cut(self, samples):
+        """These are 2^18 pairs, and a few more, which have no second derivatives."""
+        x = embeddings(1, 2, samples, 3).requires_grad_()
+        is_cut = pytest.raises(RuntimeError, match="block_size=0")
+        with is_cut if samples > 256 else contextlib.nullcontext():
+            torch.autograd.grad(contrastive_loss(*x), x, create_graph=True)
 
     def test_losses_of_anchors_may_be_changed_in_place(self):
         x, found = embeddings(0, 8, 3).requires_grad_(), []
@@ -2288,9 +2325,19 @@ class TestGather:
                 (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
                 found.append(torch.autograd.grad(gradient.square().sum(), x)[0])
             close(*found, 1e-12)
+            with pytest.raises(hardneg.NotFinite, match="^negatives has NaN"):
+                contrastive_loss(x, x + 1, negatives=x * math.nan, group=group)
+            with monkeypatch.context() as patch:  # a sum over ranks is not seen by others
+                patch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(2))
+                both = hardneg.gather(x.T, group) + x.T
+                close(torch.autograd.grad(both, x, torch.ones(4, 3).double())[0], 0 * x + 3, 0)
+            for more in torch.eye(3, 4, dtype=torch.long):
+                with monkeypatch.context() as patch:
+                    patch.setattr(hardneg, "gather", lambda x, _, y=more: torch.cat([x, x + y]))
+                    there = ", ".join(map(str, (torch.tensor([2, 3, 4]) + more[:3]).tolist()))
+                    with refused(rf"views differ.*\[{there}\].*\[2, 3, 4\]"):
+                        contrastive_loss(x, x, group=group)
             monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
-            with refused(r"views differ.*\[3, 4, 5\].*\[2, 3, 4\]"):
-                contrastive_loss(x, x, group=group)
             monkeypatch.setattr(hardneg, "_check_ranks", lambda *_: None)
             with refused("^negatives differs between ranks"):
                 contrastive_loss(x, x, negatives=x, group=group)
@@ -2485,13 +2532,20 @@ class TestWrappers:
         wrapped = wrap(copy.deepcopy(plain)).eval()
         x = (IMAGES[:9] / 255).to(next(wrapped.parameters()).dtype)
         tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2}.get(x.dtype, 1e-5)
-        all_close(hardneg.embed(wrapped, IMAGES[:9]), hardneg.embed(plain, IMAGES[:9]), tolerance)
+        found = hardneg.embed(wrapped, IMAGES[:9])
+        all_close(found, hardneg.embed(plain, IMAGES[:9]), tolerance)
+        assert {value.dtype for value in found} == {torch.float32}
         all_close(hardneg.in_micro_batches(wrapped, 4)(x), wrapped(x), tolerance)
         for follower, leader in ((copy.deepcopy(other), wrapped), (wrapped, other)):
             old, new = weights_of(follower), weights_of(leader)
             hardneg.follow(follower, leader, 0.9)
             wanted = [0.9 * x.double() + 0.1 * y for x, y in zip(old, new, strict=True)]
             all_close(weights_of(follower), wanted, tolerance)
+
+    def test_to_embed_nothing_is_compiled(self):
+        backend = Mock()
+        hardneg.embed(torch.compile(hardneg.Encoder(size=16), backend=backend), IMAGES[:3])
+        backend.assert_not_called()
 
     @pytest.mark.parametrize("name", ["simclr", "bank"])
     def test_training(self, wrap, name):
@@ -2504,9 +2558,10 @@ class TestWrappers:
 
     @given(**SEEDS, n=st.sampled_from([2, 3, 2000]), t=st.floats(0.5, 4))
     def test_uniformity_is_that_of_all_pairs_but_takes_a_block_of_them(self, seed, n, t):
-        x = embeddings(seed, n, 3)
+        x = embeddings(seed, n, 3).requires_grad_()
         with Operations() as operations:
             found = hardneg.uniformity(x, t)
+        assert not found.requires_grad
         close(found, (-t * F.pdist(hardneg.unit(x)).square()).exp().mean().log(), 1e-12)
         assert operations.bytes <= 2**23
 
@@ -2618,6 +2673,7 @@ class TestGame:
             turn = k < steps or (k - steps) % 2 == 0
             assert moved(game, before) == turn == ("d_loss" in figures)
             assert ("loss" in figures) == moved(training.encoder, first) == (k >= steps)
+            assert ("ess" in figures) == (k >= steps)  # here every step has statistics
             before = weights_of(game)
             ascent.append(groups["ascent"]["lr"] / 0.002)  # it goes like the encoder's
             rates.append(training.optimizer.param_groups[0]["lr"] / 3e-3)
@@ -2817,6 +2873,7 @@ class TestTraining:
     def test_so_is_a_game(self, pretrain):
         """Else the spectral norms would not follow the weights."""
         game = tiny_game(16, pretrain=pretrain)
+        game.taken = 1  # so that it is not its turn
         training = begin(IMAGES, "diffhard", epochs=1, method_options={"game": game.eval()})
         next(iter(training))
         assert game.training and game.G.training and game.D.training and game.G_ema.training
@@ -2912,6 +2969,17 @@ class TestTraining:
         message = rf"^Training stopped at step {step} of {training.steps}\. .*NaN.* A lower lr"
         with pytest.raises(FloatingPointError, match=message):
             list(training)
+
+    def test_a_backward_pass_is_not_under_autocast(self):
+        x, slopes = embeddings(1, 8, 8).float(), []
+        for enabled in (False, True):
+            torch.manual_seed(0)
+            layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            loss = layers(x).square().sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                hardneg._descend(loss, torch.optim.SGD(layers.parameters(), 0.1), "layers")
+            slopes.append(layers[0].weight.grad)
+        assert torch.equal(*slopes)
 
     READ = [("encoder", 0), ("discriminator", 0), ("discriminator", 1)]
 

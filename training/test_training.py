@@ -626,6 +626,7 @@ ot, hard, ppcl, supcon, --weights tilted
 --root here | --root has no effect here. It is for cifar10, cifar100, stl10, svhn, fashion-mnist.
 --root there --data svhn |
 --micro-batch 64 |
+--batch-size 8 --micro-batch 15 |
 --batch-size 8 --micro-batch 16 | --micro-batch has no effect, as a batch has no more views than \
 that.
 """
