@@ -1833,9 +1833,9 @@ class Training:
                    and methods, and stay equal. On a GPU BatchNorm becomes SyncBatchNorm.
     settings       epochs, batch_size (about, of all ranks), lr, weight_decay.
 
-    Each step yields a dict of "epoch", "step", "steps", "images" and figures of the method. Where
-    the epoch is not below 0, which is pre-training, it has "loss" and scheduled options. Every tenth of an epoch they include
-    statistics. A loss that is not finite raises FloatingPointError, on a GPU only then."""
+    Each step yields a dict of "epoch", "step", "steps", "images" and figures of the method, and
+    from epoch 0 on "loss" and scheduled options. Every tenth of an epoch they include statistics. A
+    loss that is not finite raises FloatingPointError, on a GPU only then."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state
 
