@@ -1039,20 +1039,21 @@ def log_sum(x: Tensor, y: Tensor | None = None, dim: int = -1) -> Tensor:
         return x.squeeze(dim)
     if torch._C._are_functorch_transforms_active():  # torch.func cannot pass through _LogSum
         return torch.logsumexp(x, dim)
-    return _LogSum.apply(x, dim)[0]
+    return _LogSum.apply(x, dim, y is not None and x.requires_grad)[0]
 
 
 class _LogSum(torch.autograd.Function):
     """Compute log Σ e^x twice as fast as torch.logsumexp, from the shares e^x / Σ. They are a
-    result, too, so that autograd knows how the gradient depends on x."""
+    result, too, so that autograd knows how the gradient depends on x. They may overwrite x."""
 
     @staticmethod
-    def forward(ctx, x, dim):
-        shares = torch.softmax(x, dim)
+    def forward(ctx, x, dim, overwrite):
+        largest = x.amax(dim)
+        shares = torch.softmax(x, dim, out=x.detach() if overwrite else None)
         ctx.dim = dim
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(shares)
-        return x.amax(dim) - shares.amax(dim).log(), shares  # the largest share is e^{max x} / Σ
+        return largest - shares.amax(dim).log(), shares  # the largest share is e^{max x} / Σ
 
     @staticmethod
     def backward(ctx, grad, grad_shares):
@@ -1061,7 +1062,7 @@ class _LogSum(torch.autograd.Function):
         if grad_shares is not None:
             mean = (grad_shares * shares).sum(ctx.dim, keepdim=True)
             gradient = gradient + grad_shares - mean
-        return shares * gradient, None
+        return shares * gradient, None, None
 
 
 def _may_read(x):
