@@ -666,15 +666,16 @@ def sinkhorn(
     f, g, half, error = None, None, 0.5, INF
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
-        n_rows = (log_rows > FAR).sum().clamp_min(1).to(log_rows.dtype)
-        n_columns = (log_columns > FAR).sum().clamp_min(1)
-        if step > 0:  # the sums of rows tell the error of the last step
+        if step == 0:
+            n_rows, n_columns = _count(log_rows), _count(log_columns)
+            log_ratio = (n_rows / n_columns).log()
+        else:  # the sums of rows tell the error of the last step
             off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
             before, error = error, off.abs().sum() / n_rows
             half = half * (2 * error < before)
             if _stops(error, step, max_steps, tolerance):
                 break
-        f, g = -_filled(log_rows), (n_rows / n_columns).log() - _filled(log_columns)
+        f, g = -_filled(log_rows), log_ratio - _filled(log_columns)
         if len(f) == len(g):
             change = half * (g - f)
             f, g = f + change, g - change
@@ -691,6 +692,10 @@ def _log_sums(blocks, g):
             log_sums = torch.logaddexp(log_columns, log_sums)
         log_columns = log_sums
     return torch.cat(log_rows), log_columns
+
+
+def _count(x):
+    return (x > FAR).sum().clamp_min(1).to(x.dtype)
 
 
 def _filled(x):
