@@ -213,12 +213,6 @@ def contrastive_loss(
     with _autocast_off(views[0].device.type):
         batch = _line_up(options, views, *given)
         value = _evaluate(batch, group, options)
-        # A masked NaN shows only in the gradient. It is looked for last, as a rank that raises an
-        # error before it communicates lets the others wait.
-        _check_finite("negatives", negatives)
-        _check_finite("log_weights", log_weights)
-        for i, view in enumerate(views):
-            _check_finite(f"views[{i}]", view)
         return (value, _statistics(batch, options)) if return_stats else value
 
 
@@ -301,14 +295,15 @@ def top(logits: Tensor, alpha: float, candidates: Tensor | None = None) -> Tenso
     candidates = (logits if candidates is None else candidates).detach()
     billionths = int(alpha * 1e9)  # 0.07 · 100 exceeds 7 in floats
     kept = -(-(candidates > FAR).sum(-1, keepdim=True) * billionths // 10**9)  # ⌈αN_i⌉
-    fewest, most = 0, -(-candidates.shape[-1] * billionths // 10**9)
+    most, are_equal = -(-candidates.shape[-1] * billionths // 10**9), False
     if _may_read(kept):
-        fewest, most = kept.min().item(), max(1, kept.max().item())
-    nearest = candidates.topk(most, sorted=fewest < most).values
-    if fewest < most:
-        threshold = nearest.gather(-1, (kept - 1).clamp_min(0))
-    else:  # sorting would take twice as long
+        most = max(1, kept.max().item())
+        are_equal = kept.min().item() == most
+    nearest = candidates.topk(most, sorted=not are_equal).values
+    if are_equal:  # sorting would take twice as long
         threshold = nearest.amin(-1, keepdim=True)
+    else:
+        threshold = nearest.gather(-1, (kept - 1).clamp_min(0))
     return uniform(logits).masked_fill(logits < threshold, MASKED)
 
 
@@ -545,7 +540,7 @@ def _line_up(options, views, negatives, positive_index, labels, mask, log_weight
 
     scaled = z / t
     pos = [(scaled * z.roll(-k * b, 0)).sum(1, keepdim=True) for k in range(1, v)]
-    pos = pos[0] if v == 2 else torch.cat([z[:, :0]] + pos, 1)
+    pos = torch.cat([z[:, :0]] + pos, 1)
     known = {"t": t}
     if in_batch:
         known["candidates"] = gather(z, group)
@@ -617,12 +612,12 @@ def who(batch, options):
 
 def _limit(nearest, options):
     """Compute the largest cosine that a negative may have, from that of the nearest positive."""
-    margin = torch.full_like(nearest, -INF)
+    limit = torch.full_like(nearest, INF)
     if options["absolute_margin"] is not None:
-        margin = margin.clamp_min(options["absolute_margin"])
+        limit = nearest - options["absolute_margin"]
     if options["relative_margin"] is not None:
-        margin = torch.maximum(margin, options["relative_margin"] * nearest.abs())
-    return (nearest - margin).masked_fill(nearest < FAR, INF)  # without a positive all may be
+        limit = torch.minimum(limit, nearest - options["relative_margin"] * nearest.abs())
+    return limit.masked_fill(nearest < FAR, INF)  # without a positive all may be
 
 
 @torch.no_grad()
@@ -667,7 +662,8 @@ def sinkhorn(
     for step in range(max_steps + 1):
         log_rows, log_columns = _log_sums(log_kernel(), g)
         if step == 0:
-            n_rows, n_columns = _count(log_rows), _count(log_columns)
+            counts = [(x > FAR).sum().clamp_min(1).to(x.dtype) for x in (log_rows, log_columns)]
+            n_rows, n_columns = counts
             log_ratio = (n_rows / n_columns).log()
         else:  # the sums of rows tell the error of the last step
             off = torch.expm1(f + log_rows).masked_fill(log_rows < FAR, 0)
@@ -694,10 +690,6 @@ def _log_sums(blocks, g):
     return torch.cat(log_rows), log_columns
 
 
-def _count(x):
-    return (x > FAR).sum().clamp_min(1).to(x.dtype)
-
-
 def _filled(x):
     return x.masked_fill(x < FAR, 0)
 
@@ -708,12 +700,12 @@ def _stops(error, step, max_steps, tolerance):
         return False
     if tolerance is None:
         tolerance = 1e-12 if error.dtype == torch.float64 else 1e-5
-    converged = not error.item() > tolerance  # NaN stops, too
-    if step == max_steps and not converged:
-        _warn(
-            f"Sinkhorn stopped at step {step}, with an error above {tolerance:.0e}. Raise epsilon."
-        )
-    return converged or step == max_steps
+    error = error.item()
+    if math.isnan(error):
+        raise NotFinite("log_kernel has NaN or inf.")
+    if error > tolerance and step == max_steps:
+        _warn(f"Sinkhorn stopped at step {step}, its error above {tolerance:.0e}. Raise epsilon.")
+    return error <= tolerance or step == max_steps
 
 
 def _couple(batch, options):
@@ -748,7 +740,6 @@ def mine(
     labels: Tensor | None = None,
     scores: bool = False,
     normalize: bool = True,
-    group: distributed.ProcessGroup | None = None,
 ):
     """Find the k documents nearest to each query that do not answer it: hard negatives.
     queries (n, D), documents (N, D), any floats → indices of documents (n, k), nearest first, −1
@@ -762,8 +753,6 @@ def mine(
     skip            how many of the nearest documents to leave out, beside the answers
     scores          also return the cosines (n, k), −∞ for none
     normalize       compare by cosines, or else by inner products
-    group           a process group of torch.distributed whose ranks, with the same arguments, each
-                    do a share of the work, and all get the results
     Time grows as n·N·D. Memory holds unit documents and a block of cosines of 16 MB or 64 rows."""
     n, size = len(queries), len(documents)
     _check_tensor("queries", queries, "float", ("n", "D"))
@@ -780,13 +769,11 @@ def mine(
     tensor = functools.partial(torch.as_tensor, device=queries.device)
     positives = tensor(positives).long().view(n, -1)
     with _autocast_off(queries.device.type):
+        _check_finite("queries", queries, normalize)
+        _check_finite("documents", documents, normalize)
         project = unit if normalize else _upcast
         queries = project(queries)
         documents = project(documents).to(queries.dtype)
-        _check_finite("queries", queries)
-        _check_finite("documents", documents)
-        rows = _share(n, group)
-        queries, positives = queries[rows], positives[rows]
         batch = _Batch(queries, queries[:, :0], positives[:, :0], positives, candidates=documents)
         nearest, index = [], []
         for some in batch.blocks(len(queries), max(64, 2**22 // size)):
@@ -798,7 +785,8 @@ def mine(
             found = F.pad(cosines, (0, k + skip), value=MASKED).topk(k + skip)
             nearest.append(found.values[:, skip:])
             index.append(found.indices[:, skip:])
-    nearest, index = gather(torch.cat(nearest), group)[:n], gather(torch.cat(index), group)[:n]
+    nearest, index = torch.cat(nearest), torch.cat(index)
+    _check_finite("a product of queries and documents", nearest, False)
     index = index.masked_fill(nearest < FAR, -1)
     return (index, nearest.masked_fill(nearest < FAR, -INF)) if scores else index
 
@@ -1004,22 +992,12 @@ def _rank(group):
     return 0 if group is None else distributed.get_rank(group)
 
 
-def _share(n, group):
-    """List this rank's share of n rows. The first rows come again at the end, so that ranks have
-    equally many. gather(results, group)[:n] has those of all."""
-    if group is None:
-        return slice(None)
-    ranks = distributed.get_world_size(group)
-    rows = torch.arange(-(-n // ranks) * ranks) % n
-    return rows.chunk(ranks)[_rank(group)]
-
-
 # ---- 8. Numerics and checks --------------------------------------------------------------------
 
 
 def unit(x: Tensor) -> Tensor:
     """Project rows (..., D) to the unit sphere, in float32 or float64. A zero row stays 0, and its
-    gradient passes unchanged. Squares of entries must not overflow, nor all of a row underflow."""
+    gradient passes unchanged. Squares of a row must not overflow, nor all underflow."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / (norm + (norm == 0))
@@ -1116,7 +1094,7 @@ def _words_of(allowed):
 
 
 for _documented in (contrastive_loss, ContrastiveLoss):
-    _entries = [inspect.getdoc(_documented) or "", "", "Options"]
+    _entries = [inspect.getdoc(_documented), "", "Options"]
     for _name, _text in TEXTS.items():
         _text = inspect.cleandoc(_text).replace("\n", "\n    ")
         _entries.append(f"{_name} = {DEFAULTS[_name]!r}, {_words_of(ALLOWED[_name])}\n    {_text}")
@@ -1152,7 +1130,7 @@ def resolve(given):
 
 def did_you_mean(name, known):
     """Name what was perhaps meant."""
-    for similar in difflib.get_close_matches(str(name), map(str, known), 1):
+    for similar in difflib.get_close_matches(str(name).lower(), map(str, known), 1):
         return f"; did you mean {similar!r}?"
     return ""
 
@@ -1164,7 +1142,8 @@ def _check(name, value, allowed):
         allowed = [allowed, 10**18]
     if isinstance(allowed, list):
         kind = numbers.Integral if isinstance(allowed[1], int) else numbers.Real
-        valid = isinstance(value, kind) and allowed[0] <= value <= allowed[1]
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        valid = is_number and allowed[0] <= value <= allowed[1]
     else:
         valid = isinstance(value, str | bool) and value in allowed
     if not valid:  # torch.compile cannot trace repr()
@@ -1176,17 +1155,20 @@ def _check(name, value, allowed):
 
 def _check_call(options, views, negatives, positive_index, labels, mask, log_weights, group):
     """Check that the arguments of a call fit together."""
+    shape, hint = ("B", "D"), "; give views one by one, as in *x.unbind(1), and labels by labels="
+    for i, view in enumerate(views):
+        _check_tensor(f"views[{i}]", view, "float", shape, hint=hint, required=True)
+        if view.device != views[0].device:
+            raise InvalidArgument(f"views[{i}] is on {view.device}, views[0] on {views[0].device}.")
+        shape = view.shape
     if len(views) < 2 and (not views or labels is positive_index is None):
         needs = "two or more (B, D), one with labels=, or one with negatives= and positive_index="
         raise InvalidArgument(f"views has length {len(views)}. Give {needs}.")
-    shape, hint = ("B", "D"), "; labels go in labels="
-    for i, view in enumerate(views):
-        _check_tensor(f"views[{i}]", view, "float", shape, hint=hint, required=True)
-        shape = view.shape
     ranks = 1
     if group is not None:
-        is_group = isinstance(group, distributed.ProcessGroup)
-        _require(is_group, "group", repr(group), "a process group of torch.distributed")
+        _require(
+            isinstance(group, distributed.ProcessGroup), "group", repr(group), "a process group"
+        )
         ranks = distributed.get_world_size(group)
         if _may_read(views[0]):
             _check_ranks(views, group)
@@ -1207,6 +1189,10 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
     _check_index("positive_index", positive_index, n, b)
     _check_tensor("negative_mask", mask, "bool", (n_anchors, n), (n,))
     _check_tensor("log_weights", log_weights, "float", (n_anchors, n), (n,))
+    _check_finite("log_weights", log_weights, False)
+    _check_finite("negatives", negatives, options["normalize"])
+    for i, view in enumerate(views):
+        _check_finite(f"views[{i}]", view, options["normalize"])
 
 
 def _check_ranks(views, group):
@@ -1227,10 +1213,7 @@ def _check_negatives(negatives, views, options, labels, group):
     _check_tensor("negatives", negatives, "float", ("K", d), (b, "K", d))
     coupled = "potential" in takes(options["weight_function"])
     if negatives.ndim == 3 and (labels is not None or coupled):
-        raise InvalidArgument(
-            "With negatives (B, K, D) anchors share no candidates. So labels must be None, and "
-            "weights must not be 'transported'."
-        )
+        raise InvalidArgument("With negatives (B, K, D) neither labels nor 'transported' can go.")
     if negatives.ndim == 2 and group is not None and _may_read(negatives):
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)
         if not torch.allclose(sums, sums[0], equal_nan=True):
@@ -1268,17 +1251,23 @@ def _check_index(name, index, n, length):
         raise InvalidArgument(f"{name} has rows from {low} to {high}. It can have −1 to {n - 1}.")
 
 
-def _check_finite(name, x):
-    """Check a tensor, if it is given and can be read."""
+def _check_finite(name, x, rows=True):
+    """Check a tensor, if it is given and can be read, and the norms of its rows."""
     if x is None or not _may_read(x):
         return
-    # looking at the sum takes a fraction of the time, but it can overflow
-    if not (math.isfinite(x.detach().sum().item()) or x.isfinite().all()):
-        raise NotFinite(f"{name} has NaN or inf.")
+    x = sizes = x.detach()
+    if rows:
+        sizes = torch.linalg.vector_norm(_upcast(x), dim=-1)
+    low, high = map(float, sizes.aminmax())
+    underflows = rows and low == 0 and x[sizes == 0].any()
+    if underflows or not -INF < low <= high < INF:
+        raise NotFinite(f"{name} has NaN or inf, or a row whose squares overflow or underflow.")
 
 
 def _describe(x):
-    return f"{x.dtype} {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)[:60]
+    if torch.is_tensor(x):
+        return f"{x.dtype} {tuple(x.shape)}" + ", which is empty" * (not x.numel())
+    return repr(x)[:60]
 
 
 # Above is the loss: copy that much for a training loop of your own. Below, encoders are trained.
@@ -1291,8 +1280,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 __all__ += """
-view Encoder MemoryBank embed uniformity Generator Discriminator Game SimCLR Bank DiffHard Training
-RECIPES in_micro_batches annealed_beta lead_in
+view Encoder MemoryBank embed Generator Discriminator Game SimCLR Bank DiffHard Training
+RECIPES in_micro_batches annealed_beta lead_in follow
 """.split()
 
 # ---- 9. Views: random crops, flips and colours of a whole batch, on its device, with a gradient
@@ -1328,7 +1317,8 @@ def view(
     _check_tensor("images", images, "", ("B", 3, "H", "W"), required=True)
     with torch.autocast(images.device.type, enabled=False):  # 16 bits are too few for coordinates
         x = _floats(images)
-        random = iter(torch.rand(len(x), 13, generator=generator, device=x.device).unbind(1))
+        noise = x.new_empty(len(x), 13, dtype=torch.float32)
+        random = iter(noise.uniform_(generator=generator).unbind(1))
 
         def drawn(limits=(0, 1)):
             low, high = limits
@@ -1360,7 +1350,8 @@ def view(
         if blur > 0:
             radius = max(1, min(x.shape[2:]) // 20)  # the kernel is a tenth as wide as the image
             steps = torch.arange(-radius, radius + 1, device=x.device)
-            kernel = torch.softmax(-((steps / drawn(sigma)[:, None]) ** 2) / 2, 1)
+            width = drawn(sigma).clamp_min(1e-3)[:, None]  # at 0 it would be NaN
+            kernel = torch.softmax(-((steps / width) ** 2) / 2, 1)
             kernel = torch.where((drawn() < blur)[:, None], kernel, (steps == 0).to(x.dtype))
             x = F.pad(x, (radius,) * 4, mode="reflect")
             for dim in (2, 3):
@@ -1370,7 +1361,13 @@ def view(
 
 
 def _floats(images):
-    return _upcast(images) if images.is_floating_point() else images / 255
+    """Convert bytes, or floats in [0, 1], to floats in [0, 1]."""
+    most = 1 if images.is_floating_point() else 255
+    if _may_read(images):
+        low, high = map(float, images.detach().aminmax())
+        fits = -0.001 <= low <= high <= 1.001 * most  # rounding may leave [0, 1]
+        _require(fits, "images", f"from {low:g} to {high:g}", "bytes, or floats from 0 to 1")
+    return _upcast(images) / most
 
 
 # ---- 10. Encoders: a backbone and a projection head, a memory of embeddings, an optimizer's step
@@ -1417,6 +1414,7 @@ class MemoryBank(nn.Module):
     def __init__(self, rows: Tensor, momentum: float = 0.5):
         super().__init__()
         _check("momentum", momentum, [0, 1 - 1e-9])
+        _check_finite("rows", rows)
         self.momentum = momentum
         self.register_buffer("rows", unit(rows.detach()))
 
@@ -1424,6 +1422,7 @@ class MemoryBank(nn.Module):
     def update(self, index: Tensor, z: Tensor) -> None:
         """Move the rows at index (B,), all different, towards embeddings z (B, D)."""
         _check_tensor("z", z, "float", (len(index), self.rows.shape[1]))
+        _check_finite("z", z)
         moved = self.momentum * self.rows[index] + (1 - self.momentum) * unit(z)
         self.rows[index] = unit(moved).to(self.rows.dtype)
 
@@ -1452,6 +1451,8 @@ def _unwrapped(network):
 
 def _descend(loss, optimizer, name, read=False, group=None):
     """Take a step down a loss, which must be finite. On a GPU only `read` checks, and waits."""
+    if loss.ndim > 0:
+        raise InvalidArgument('The loss must be one number. Use reduction="mean".')
     if (read or _may_read(loss)) and not loss.isfinite():
         raise FloatingPointError(f"The loss of the {name} is {loss.item()}.")
     optimizer.zero_grad()
@@ -1478,39 +1479,21 @@ def _average(tensors, group):
 
 
 @torch.no_grad()
-def embed(encoder: nn.Module, images: Tensor, batch_size: int = 200, group=None) -> tuple:
+def embed(encoder: nn.Module, images: Tensor, batch_size: int = 200) -> tuple:
     """Embed images in eval mode → float32 features (n, F) and unit embeddings (n, D), no gradient.
-    images are (n, 3, H, W) on any device, or an object with len(images), images.split(m), and for a
-    group images[index]. Each rank of a group embeds a share, and gets the embeddings of all."""
-    if group is not None:
-        n = len(images)
-        outputs = embed(encoder, images[_share(n, group)], batch_size)
-        return tuple(gather(x, group)[:n] for x in outputs)
+    images are (n, 3, H, W) on any device, or an object with len(images) and images.split(m)."""
     encoder = _unwrapped(encoder)
     modes = {part: part.training for part in encoder.modules()}
     weight = next(encoder.parameters())  # it has the encoder's device and dtype
     try:
         encoder.eval()
-        parts = (_floats(part.to(weight.device)) for part in images.split(batch_size))
-        features, z = zip(*(encoder(part.to(weight.dtype)) for part in parts), strict=True)
+        parts = (_floats(x.to(weight.device)) for x in images.split(batch_size))
+        outputs = [encoder(x.to(weight.dtype)) for x in parts]
     finally:
         for part, mode in modes.items():
             part.training = mode
-    return torch.cat(features).float(), unit(torch.cat(z).float())
-
-
-@torch.no_grad()
-def uniformity(z: Tensor, t: float = 2.0) -> Tensor:
-    """Measure how evenly the rows of z (n, D) cover the unit sphere.
-        log E e^{−t ‖x − y‖²}    over all pairs of different rows x, y, projected to the sphere
-    Lower is more even. It is 0 if all rows are equal. Ref: [5]; [4] Eq. 10, negated"""
-    n = len(z)
-    _require(n > 1, "z", f"{n} row", "at least two rows")
-    _check_finite("z", z)
-    # with itself as positive, row i has the loss log Σ_j e^{2t cos_ij} − 2t
-    options = {"objective": "decoupled", "temperature": 0.5 / t, "reduction": "none"}
-    losses = contrastive_loss(z, negatives=z, positive_index=range(n), **options)
-    return losses.logsumexp(0) - math.log(n * n - n)
+    features, z = map(torch.cat, zip(*outputs, strict=True))
+    return features.float(), unit(z.float())
 
 
 # ---- 11. Generators: hard samples that are made instead of found, by a game against the encoder
@@ -1635,8 +1618,7 @@ class Game(nn.Module):
 
     def latents(self, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw latents (n, latent) from N(0, I)."""
-        device = self.G.first.bias.device
-        return torch.randn(n, self.G.latent, generator=generator, device=device)
+        return self.G.first.bias.new_empty(n, self.G.latent).normal_(generator=generator)
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple:
         """Generate n images → images (n, 3, size, size), and the index (n,) of their latents.
@@ -1792,7 +1774,15 @@ def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
         for row in zip(*columns, strict=True):
             few, keywords = tree_unflatten(row, structure)
             parts.append(checkpoint(encoder, *few, use_reentrant=False, **keywords))
-        return tree_map(lambda *x: torch.cat(x) if torch.is_tensor(x[0]) else x[0], *parts)
+
+        def join(*few):
+            if few[0] is None:
+                return None
+            if not torch.is_tensor(few[0]) or sum(map(len, few)) != n:
+                raise InvalidArgument("An encoder must return a row for each sample, in tensors.")
+            return torch.cat(few)
+
+        return tree_map(join, *parts)
 
     return in_parts
 
@@ -1861,12 +1851,12 @@ class Training:
         _check("recipe", recipe, RECIPES)
         for name in settings:
             _check("a setting", name, RECIPES[recipe])
-        self.recipe = settings = RECIPES[recipe] | settings
-        is_ddp = hasattr(encoder, "reducer")
-        _require(not is_ddp, "encoder", "a DistributedDataParallel", "the module that it wraps")
+        settings = RECIPES[recipe] | settings
+        if hasattr(encoder, "reducer"):
+            raise InvalidArgument("encoder must be the module that DistributedDataParallel wraps.")
         self.encoder = encoder.to(torch.float32, memory_format=torch.channels_last)
         self.device = next(encoder.parameters()).device
-        self.method = method.to(self.device)
+        self.method = method.to(self.device, torch.float32)
         self.rank, self.ranks = (group.rank(), group.size()) if group else (0, 1)
         if group and self.device.type != "cpu":
             nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder, group)  # in place
@@ -1940,10 +1930,16 @@ class Training:
     def state_dict(self) -> dict:
         """Return what a Training of the same arguments needs to resume, as tensors in use."""
         parts = {name: getattr(self, name).state_dict() for name in self.parts}
-        return parts | {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        parts |= {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch}
+        return parts | {"steps_per_epoch": self.steps_per_epoch}
 
     def load_state_dict(self, state: dict) -> None:
-        self.epoch, self.step_in_epoch = state["epoch"], state["step_in_epoch"]
+        steps = self.steps_per_epoch
+        limits = {"steps_per_epoch": [steps, steps], "step_in_epoch": [0, steps - 1]}
+        limits["epoch"] = [-self.method.pretrain, self.epochs]
+        for name, allowed in limits.items():
+            _check(name, state[name], allowed)
+            setattr(self, name, state[name])
         for name in self.parts:
             getattr(self, name).load_state_dict(state[name])
 

@@ -14,7 +14,6 @@ import functools
 import os
 import sys
 import time
-import warnings
 from collections import namedtuple
 from pathlib import Path
 
@@ -24,7 +23,17 @@ import torch
 from tqdm import tqdm
 
 import hardneg
-from training import baselines, compare, flag_of, ranks, report, require, runs, shown
+from training import (
+    baselines,
+    compare,
+    flag_of,
+    ranks,
+    report,
+    require,
+    runs,
+    shown,
+    simplify_output,
+)
 from training.images import KNOWN, TORCHVISION, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
@@ -259,12 +268,12 @@ def parse(argv):
 def run(options, images=None, known=None):
     """Train an encoder, measure it, and save what was found → the content of results.json.
     Several runs may share images, and figures that `report.measure` has found before."""
-    results = runs.finished(options)
+    images = images or read(options)
+    results = runs.finished(options, images)
     if results is not None:
         report.print_table(results, options)
         print(f"This run was finished before. --overwrite replaces {shown(options.out)}.")
         return results
-    images = images or read(options)
     encoder, training = build(options, images)
     with runs.alone(options.out):  # from here on there is a folder
         state = runs.restore(training, options, images)
@@ -274,7 +283,7 @@ def run(options, images=None, known=None):
         facts = "loss method data seed epochs device".split()
         results = {name: getattr(options, name) for name in facts}
         results |= {"seconds": round(state["seconds"], 1), "history": state["history"]}
-        results["options"] = options.of_the_run()
+        results |= {"options": options.of_the_run(), "content": state["content"]}
         results |= report.measure(encoder, images, options.encoder, options.seed, known)
         runs.write_results(options.out, results)  # it marks the end of the run
         report.print_table(results, options)
@@ -313,13 +322,14 @@ def make_method(options, encoder, images):
     if options.method in ("bank", "queue"):
         given += [encoder, images.train]
     if options.method == "diffhard":
+        require(size.bit_count() == 1, "--size", size, "a power of two here, such as 32")
         given.append(hardneg.Game(size, **own))
         own = {}
     return kind(*given, **own, view_options=views)
 
 
 def learn(options, training, state, images):
-    """Train to the end with a progress bar.
+    """Train to the end with a progress bar, or a line for each epoch where it is no terminal.
     After each epoch, and each minute, save all that the run needs to go on."""
     n, seen = len(training.images), state["seen"]
     saved = time.perf_counter()
@@ -327,7 +337,7 @@ def learn(options, training, state, images):
     done = training.method.pretrain + training.epoch
     total = training.method.pretrain + training.epochs
     first = n * done + n * training.step_in_epoch // training.steps_per_epoch
-    with tqdm(total=n * total, initial=first, unit=" images", mininterval=1) as bar:
+    with tqdm(total=n * total, initial=first, unit=" images", mininterval=1, disable=None) as bar:
         for figures in training:
             if not ranks.is_first():
                 continue
@@ -342,6 +352,8 @@ def learn(options, training, state, images):
             if training.step_in_epoch == 0:
                 state["history"].append(report.summary(training, seen, images))
                 seen.clear()
+                if bar.disable:
+                    print(report.line_of(training, state["history"]), file=sys.stderr, flush=True)
             state |= {"seconds": now - start, "args": options.of_the_run()}
             state["training"] = training.state_dict()
             runs.save_checkpoint(options.out, state)
@@ -353,7 +365,7 @@ def learn(options, training, state, images):
 
 def main(argv):
     """Run a command. A user's mistake ends it with one line and exit code 2."""
-    warnings.formatwarning = lambda message, *_, **__: f"{shown(message)}\n"
+    simplify_output()
     try:
         with ranks.joined():
             act(parse(argv))
@@ -364,8 +376,7 @@ def main(argv):
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os._exit(141)
     except (hardneg.InvalidArgument, OSError, FloatingPointError, torch.OutOfMemoryError) as error:
-        if ranks.is_first():
-            print(f"train.py: error: {shown(error)}", file=sys.stderr)
+        print(f"{ranks.name()}train.py: error: {shown(error)}", file=sys.stderr)
         sys.exit(2)
 
 

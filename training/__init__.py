@@ -5,11 +5,16 @@
 training. `compare` trains with several losses.
 """
 
+import contextlib
 import os
+import sys
+import warnings
 
 from hardneg import _require as require  # require(valid, name, got, allowed) raises InvalidArgument
 
-__all__ = ["flag_of", "require", "shown", "write_whole"]
+__all__ = ["flag_of", "named", "require", "shown", "simplify_output", "write_whole"]
+
+PART, LOCK = ".hardneg-part", ".hardneg-lock"  # endings of names that no other program gives
 
 
 def flag_of(name, value=None):
@@ -19,11 +24,22 @@ def flag_of(name, value=None):
     return f"--{name.replace('_', '-')}"
 
 
+@contextlib.contextmanager
+def named(path):
+    """Name a file in an error of the system that names none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = f"{path}"
+        raise
+
+
 def write_whole(path, pieces):
     """Write pieces to a file. It replaces an older one in one step, once all is on the disk."""
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f".{path.name}{PART}")
     try:
-        with open(part, "wb") as file:
+        with named(path), open(part, "wb") as file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
@@ -40,3 +56,11 @@ def shown(text):
             letter = ascii(letter).strip("'")
         written += letter
     return written
+
+
+def simplify_output():
+    """Let a warning be its message alone, and replace what the encoding of an output lacks."""
+    warnings.formatwarning = lambda message, *_, **__: f"{shown(message)}\n"
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
+import zlib
 from pathlib import Path
 
 import torch
 
-from training import write_whole
+from training import LOCK, PART, write_whole
 
-VERSION = 1  # of the file, which has the pixels of all images, and then their facts as JSON
+VERSION = 2  # of the file, which has the pixels of all images, and then their facts as JSON
 
 
 class Rows:
@@ -45,38 +47,60 @@ def home():
 
 def kept(folder, files, size, decoded):
     """Map the decoded images of files → uint8 (n, 3, size, size), a list of their facts.
-    decoded yields each image and its fact. Its work begins only if the folder does not keep them.
-    What cannot be kept gives a warning and None."""
-    facts, n = [VERSION, size], len(files) * 3 * size**2
+    decoded yields each image and its fact. Its work begins only if the folder does not keep them,
+    or if what it keeps is damaged. What cannot be kept gives a warning and None."""
+    facts, shape = [VERSION, size], (len(files), 3, size, size)
     try:
         for file in files:
             stat = os.stat(file)
             facts += [os.path.abspath(file), stat.st_size, stat.st_mtime_ns]
         path = folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.images"
-        if not path.exists():
-            write(path, n, decoded)
-        content = torch.from_file(str(path), size=os.path.getsize(path), dtype=torch.uint8)
-        pixels, facts = content.tensor_split([n])
-        return pixels.view(-1, 3, size, size), json.loads(facts.numpy().tobytes())
+        found = mapped(path, shape)
+        if found is None:
+            write(path, shape, decoded)
+            found = mapped(path, shape)
+        return found
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         message = f"{folder} cannot keep decoded images ({error}), so they are decoded into memory."
         warnings.warn(f"{message} Choose another --cache, or remove what it keeps.", stacklevel=1)
         return None
 
 
-def write(path, n, decoded):
-    """Write n bytes of images, and their facts.
+def checksum(image):
+    """Compute the checksum of an image (3, H, W)."""
+    return zlib.crc32(image.contiguous().numpy())
+
+
+def mapped(path, shape):
+    """Map a file → images of a shape, a list of their facts. Return None if it is not there, or if
+    its length or one image of about 100 is not as it was written."""
+    try:
+        content = torch.from_file(f"{path}", size=os.path.getsize(path), dtype=torch.uint8)
+        images, facts = content.tensor_split([math.prod(shape)])
+        images, facts = images.view(shape), json.loads(facts.numpy().tobytes())
+        for k in range(0, len(images), len(images) // 100 + 1):
+            if isinstance(facts[k], int) and checksum(images[k]) != facts[k]:
+                return None
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError):
+        return None
+    return images, facts
+
+
+def write(path, shape, decoded):
+    """Write images of a shape, and their facts.
     One process at a time writes to a folder. Others wait, and then find what it wrote."""
     import fcntl  # Windows does not have it, so there nothing is kept
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.parent / ".lock", "w") as lock:
+    with open(path.parent / LOCK, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the lock ends with the process, however that ends
-        if path.exists():
+        if mapped(path, shape) is not None:
             return
-        for stray in path.parent.glob("*.part"):  # its process was killed
+        if path.exists():
+            print(f"{path} is damaged. It is made anew.", flush=True)
+        for stray in path.parent.glob(f".*.images{PART}"):  # its process was killed
             stray.unlink()
-        free = shutil.disk_usage(path.parent).free
+        n, free = math.prod(shape), shutil.disk_usage(path.parent).free
         if n > free:
             raise OSError(f"{n / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free")
         print(f"{path} keeps decoded images ({n / 1e6:.0f} MB). Remove it at any time.", flush=True)

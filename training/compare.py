@@ -12,9 +12,9 @@ def compare(plan, train, out):
     plan has a list of `train.Options` for each row. `plan_of` makes it.
     train(options, images, known) trains one run and returns its results."""
     in_order = list(seed_by_seed(plan))
+    images = read(in_order[0][1])
     for _, options in in_order:
-        runs.finished(options)  # raises before anything is trained if a folder is taken
-    images = read(options)
+        runs.finished(options, images)  # raises before anything is trained if a folder is taken
     found, known = {name: [] for name in plan}, {}
     for name, options in in_order:
         print(f"\n{options.out.name}")

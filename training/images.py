@@ -41,7 +41,10 @@ TORCHVISION = {
 # "coloured" as in [4].
 VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
 VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
+# What Pillow decodes by itself. For others it may start a program, such as Ghostscript for EPS.
+FORMATS = "AVIF BMP DIB GIF ICO JPEG JPEG2000 MPO PCX PNG PPM SGI TGA TIFF WEBP".split()
 ENDINGS = Image.registered_extensions()  # of names: the format
+FORMATS = [name for name in FORMATS if name in Image.OPEN]
 # A folder is that of a split if its name has one of these words, in upper or lower case. If there
 # are several to test on, the first in this order is taken.
 TRAIN = ["train", "training"]
@@ -58,7 +61,7 @@ class Images(NamedTuple):
     test_labels: Tensor  # (m,)
     classes: list[str]  # their names, or empty if there are no classes
     split: str = ""  # a sentence on what is for testing
-    checksums: tuple = ()  # of both
+    checksums: tuple = ()  # of the content and labels of both
 
 
 def load(
@@ -275,7 +278,7 @@ class Folder:
         return len(self.imgs)
 
     def __getitem__(self, k):
-        return Image.open(self.imgs[k]), self.targets[k]
+        return Image.open(self.imgs[k], formats=FORMATS), self.targets[k]
 
 
 def find(folder, home, seen, left_out):
@@ -297,7 +300,7 @@ def find(folder, home, seen, left_out):
             if not inner:
                 left_out[path] = "have no images"
             paths += inner
-        elif path.is_file() and ENDINGS.get(path.suffix.lower()) in Image.OPEN:
+        elif path.is_file() and ENDINGS.get(path.suffix.lower()) in FORMATS:
             paths.append(path)
         else:
             left_out[path] = "do not end as names of images do"
@@ -416,7 +419,7 @@ def take(dataset, index, size, kept):
     labels = labels_of(dataset)[index]
     if isinstance(dataset, Drawn):
         images = dataset.images[index]
-        return images, labels, zlib.crc32(images.numpy())
+        return images, labels, zlib.crc32(images.numpy(), zlib.crc32(labels.numpy()))
     found = None
     if kept is not None and isinstance(dataset, Folder) and dataset.imgs:
         decoded = decode(dataset, torch.arange(len(dataset)), size)  # nothing yet
@@ -436,7 +439,7 @@ def take(dataset, index, size, kept):
         readable = torch.tensor([isinstance(fact, int) for fact in facts])
         images, labels = Rows(images, readable.nonzero()[:, 0]), labels[readable]
         facts = [fact for fact in facts if isinstance(fact, int)]
-    return images, labels, zlib.crc32(repr(facts).encode())
+    return images, labels, zlib.crc32(repr([facts, labels.tolist()]).encode())
 
 
 def decode(dataset, index, size):
@@ -448,11 +451,12 @@ def decode(dataset, index, size):
             picture, _ = dataset[k]
             with picture:
                 square = ImageOps.fit(colours_of(picture), (size, size))
-            return T.pil_to_tensor(square), zlib.crc32(square.tobytes())
+            image = T.pil_to_tensor(square)
+            return image, cache.checksum(image)
         except Exception as error:  # broken files raise exceptions of many types
             return torch.zeros(3, size, size, dtype=torch.uint8), f"{dataset.imgs[k]} ({error})"
 
-    bar = tqdm(None, "reading", len(index), unit=" images", leave=False, delay=2)
+    bar = tqdm(None, "reading", len(index), unit=" images", leave=False, delay=2, disable=None)
     with ThreadPool() as pool, bar:  # decoding releases Python's lock
         for few in index.split(512):  # so that no more wait in memory
             yield from pool.map(item, few.tolist())

@@ -21,6 +21,12 @@ if torch.cuda.is_available():
     DEVICE = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # each process has a GPU of its own
 
 
+def name():
+    """Name this process, if it is not the first one, at the beginning of a message."""
+    rank = os.environ.get("RANK", "0")
+    return f"rank {rank}: " if COUNT > 1 and rank != "0" else ""
+
+
 def is_first():
     """Whether this process is the one that prints and saves."""
     return not distributed.is_initialized() or distributed.get_rank() == 0

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 import hardneg
+from training import require
 
 
 def knn_accuracy(train, train_labels, test, test_labels, k=200, temperature=0.5):
@@ -59,6 +60,19 @@ def linear_readout(train, train_labels, test, test_labels, l2=1e-3):
         solver.step(objective)
         right = F.linear((test - mean) / std, weight, bias).argmax(1) == test_labels
     return 100 * float(right.float().mean())
+
+
+@torch.no_grad()
+def uniformity(z, t=2.0):
+    """Measure how evenly the rows of z (n, D) cover the unit sphere.
+        log E e^{−t ‖x − y‖²}    over all pairs of different rows x, y, projected to the sphere
+    Lower is more even. It is 0 if all rows are equal. Ref: [5]; [4] Eq. 10, negated"""
+    n = len(z)
+    require(n > 1, "z", f"{n} row", "at least two rows")
+    # with itself as positive, row i has the loss log Σ_j e^{2t cos_ij} − 2t
+    options = {"objective": "decoupled", "temperature": 0.5 / t, "reduction": "none"}
+    losses = hardneg.contrastive_loss(z, negatives=z, positive_index=range(n), **options)
+    return losses.logsumexp(0) - math.log(n * n - n)
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def evaluate(encoder, images, figures=tuple(COLUMNS)):
     test, z = hardneg.embed(encoder, images.test)
     readouts.check_finite(train=train, test=test, embeddings=z)
     sets = train, images.train_labels[some], test, images.test_labels
-    ways = {"uniformity": (hardneg.uniformity, [z[even(images.test_labels, PAIRED)]])}
+    ways = {"uniformity": (readouts.uniformity, [z[even(images.test_labels, PAIRED)]])}
     if images.classes:
         ways["tolerance"] = readouts.tolerance, [z, images.test_labels]
         ways["linear"] = readouts.linear_readout, sets
@@ -103,6 +103,14 @@ def summary(training, seen, images):
         some = at_most(images, max(1000, every * len(training.images) // 20))
         means |= evaluate(training.encoder, some, ["knn"])
     return means
+
+
+def line_of(training, history):
+    """Write what the last epoch found as a line."""
+    pretrain, last = training.method.pretrain, history[-1]
+    found = [f"{name} {last[name]:.3f}" for name in ("loss", "d_loss") if name in last]
+    epochs = f"epoch {pretrain + training.epoch} of {pretrain + training.epochs}"
+    return ", ".join([epochs] + found)
 
 
 # ---- Tables ------------------------------------------------------------------------------------
@@ -165,12 +173,21 @@ def table_of(results):
     return text
 
 
+def doubt_of(results):
+    """Say if a run with classes does not show that its encoder learned something."""
+    before = [results["untrained"]["linear"], results["raw"]["linear"]]
+    if None in before or results["linear"] > max(before):
+        return ""
+    if max(before) == 100:
+        return "These images are told apart without training. They are too easy to show a gain."
+    return "The encoder learned nothing that helps. Try more epochs or images, or a lower --lr."
+
+
 def print_table(results, options):
     """Print the table of a run of `train.Options`, and the line of Python that makes its loss."""
     print(f"\n{table_of(results)}")
-    before = [results["untrained"]["linear"], results["raw"]["linear"]]
-    if None not in before and results["linear"] <= max(before):  # there are classes
-        print("The encoder learned nothing that helps. Try more epochs or images, or a lower --lr.")
+    if doubt_of(results):
+        print(doubt_of(results))
     print(f"criterion = {options.criterion()}")
 
 
@@ -281,7 +298,7 @@ def verdict_of(results, classes):
         return verdict, f"Without training it is {before['uniformity']:.1f}."
     guess = f"Guessing among the {classes} classes would be right for {100 / classes:.1f} %."
     verdict = f"{results['linear']:.1f} % of test images are told right by linear readout"
-    return verdict, f"Without training it is {before['linear']:.1f} %. {guess}"
+    return verdict, f"Without training it is {before['linear']:.1f} %. {guess} {doubt_of(results)}"
 
 
 def command_of(options):

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 import hardneg
-from training import flag_of, ranks, shown, write_whole
+from training import LOCK, flag_of, named, ranks, require, shown, write_whole
 
-CHECKPOINT, RESULTS, PAGE, LOCK = "checkpoint.pt", "results.json", "report.html", ".lock"
+CHECKPOINT, RESULTS, PAGE = "checkpoint.pt", "results.json", "report.html"
 
 
 def folder_of(options, last):
@@ -51,6 +51,7 @@ def alone(folder):
     if not ranks.is_first():
         yield
         return
+    require(not folder.is_file(), "--out", f"{folder}, a file", "a folder")
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "w") as lock:
         try:
@@ -69,7 +70,8 @@ def alone(folder):
 def readable(path):
     """Say in one line that a file is broken, or was not written by a run."""
     try:
-        yield
+        with named(path):
+            yield
     except (OSError, hardneg.InvalidArgument):
         raise
     except Exception as error:  # broken files raise exceptions of many types
@@ -77,7 +79,7 @@ def readable(path):
         raise hardneg.InvalidArgument(f"{message} or replace it by --overwrite.") from error
 
 
-def finished(options):
+def finished(options, images):
     """Return the results that a run of these `train.Options` left in their folder.
     Return None if there are none, if they are to be overwritten, or if the report is missing."""
     path = options.out / RESULTS
@@ -87,6 +89,7 @@ def finished(options):
     with readable(path):
         results = json.loads(path.read_text())
         require_same(options.out, results["options"], options.of_the_run())
+        require_images(options, results["content"], images)
         return results
 
 
@@ -103,24 +106,44 @@ def require_same(folder, was, now):
         )
 
 
+def content_of(images):
+    """Describe the images that a run depends on."""
+    count, size = len(images.train), images.train.shape[-1]
+    return {"count": count, "size": size, "checksums": list(images.checksums)}
+
+
+def require_images(options, was, images):
+    """Raise an error if the run in a folder had other images."""
+    now = content_of(images)
+    if was != now:
+        had = "other pixels or labels"
+        if (was["count"], was["size"]) != (now["count"], now["size"]):
+            had = f"{was['count']} images of {was['size']} pixels to train on"
+            had += f", in place of {now['count']} of {now['size']}"
+        raise hardneg.InvalidArgument(
+            f"--out is {options.out}, whose run had {had}. Restore its images, choose another "
+            "--out, or begin anew by --overwrite."
+        )
+
+
 def restore(training, options, images):
     """Bring a training to where its run stopped, or let a new run begin → the state of the run."""
-    n, size = len(training.images), training.images.shape[-1]
-    now = {"images": n, "size": size, "checksums": images.checksums}
     if options.overwrite:
         for name in (CHECKPOINT, RESULTS, PAGE):
             (options.out / name).unlink(missing_ok=True)
     if not (options.out / CHECKPOINT).exists():
-        return {"history": [], "seen": [], "seconds": 0.0} | now
+        for name in (RESULTS, PAGE):
+            allowed = f"a folder without {name} of something else, or go with --overwrite"
+            require(not (options.out / name).exists(), "--out", options.out, allowed)
+        return {"history": [], "seen": [], "seconds": 0.0, "content": content_of(images)}
     with readable(options.out / CHECKPOINT):
         state = read_checkpoint(options.out, options.device)
         require_same(options.out, state["args"], options.of_the_run())
-        if not now.items() <= state.items():
-            raise hardneg.InvalidArgument(
-                f"--data is {options.data}, with {n} images of {size} pixels to train on. The run "
-                f"began with {state['images']} of {state['size']} pixels, or with other content. "
-                "Restore these images, or begin anew by --overwrite."
-            )
+        require_images(options, state["content"], images)
+        hardneg._check("seconds", state["seconds"], [0, 1e12])
+        for figures in state["history"] + state["seen"]:
+            if not all(isinstance(value, int | float) for value in figures.values()):
+                raise TypeError("a figure is no number")
         training.load_state_dict(state["training"])
     pretrain = training.method.pretrain
     epochs = f"{pretrain + training.epoch} of {pretrain + training.epochs}"

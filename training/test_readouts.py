@@ -30,7 +30,7 @@ class TestReadouts:
         for enabled in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 some = [readouts.linear_readout(*split), readouts.knn_accuracy(*split, k=3)]
-                some += [readouts.tolerance(z, labels), hardneg.uniformity(z)]
+                some += [readouts.tolerance(z, labels), readouts.uniformity(z)]
             found.append(some)
         assert found[0] == found[1] and some[0] > 90
 

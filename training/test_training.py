@@ -130,7 +130,7 @@ class TestReport:
             close(found["knn"], readouts.knn_accuracy(*sets), 1e-4)
             close(found["linear"], readouts.linear_readout(*sets), 1e-4)
             close(found["tolerance"], readouts.tolerance(z, few.test_labels), 1e-4)
-            close(found["uniformity"], hardneg.uniformity(z), 1e-4)
+            close(found["uniformity"], readouts.uniformity(z), 1e-4)
 
     @pytest.mark.parametrize("side", [9, 64])
     def test_of_very_many_images_an_even_share_is_read_out(self, side, few, monkeypatch):
