@@ -50,21 +50,24 @@ def rows_of(study: str) -> dict[str, list]:
     return {row: sorted(runs, key=lambda run: run["seed"]) for row, runs in found.items()}
 
 
+def course_of(run: dict) -> dict[str, float]:
+    """Return kNN in the course of a run. "epoch 6" is kNN at epoch 6, and "change" what it gains
+    from the first measurement to the last."""
+    course = {f"epoch {at['epoch']}": at["knn"] for at in run.get("history", []) if "knn" in at}
+    if course:
+        first, *_, last = course.values()
+        course["change"] = last - first
+    return course
+
+
 def row_of(study: str, name: str, figure: str) -> list[dict]:
     """Return a figure of the runs of a row, as {"seed": …, figure: …}.
 
-    The row is of the study, or of the one that its name begins with. "epoch 6" is kNN at epoch 6,
-    and "change" what kNN gains from the first measurement to the last."""
+    The row is of the study, or of the one that its name begins with."""
     if ": " in name:
         study, name = name.split(": ")
-    runs = []
-    for run in rows_of(study).get(name, []):
-        course = {f"epoch {at['epoch']}": at["knn"] for at in run.get("history", []) if "knn" in at}
-        if course:
-            first, *_, last = course.values()
-            course["change"] = last - first
-        runs.append({"seed": run["seed"], figure: (course | run)[figure]})
-    return runs
+    runs = rows_of(study).get(name, [])
+    return [{"seed": run["seed"], figure: (course_of(run) | run)[figure]} for run in runs]
 
 
 def gaps_of(study: str, gap: str, figure: str = "linear") -> list[float]:
