@@ -16,6 +16,7 @@ import common
 import numpy as np
 from rows import SHARED, STUDIES
 from scipy import stats
+from sentence_rows import by_row
 
 from training import compare, report
 
@@ -43,10 +44,7 @@ def rows_of(study: str) -> dict[str, list]:
     """Return {row: its recorded runs, by seed} of a study, of images or of text."""
     found = common.read(study)
     if "runs" in found:
-        rows = {}
-        for run in found["runs"]:
-            rows.setdefault(run["row"], []).append(run)
-        found = rows
+        found = by_row(found["runs"])
     return {row: sorted(runs, key=lambda run: run["seed"]) for row, runs in found.items()}
 
 
@@ -138,8 +136,9 @@ def differences(heading: str, text: str, figures: list[str], studies: tuple = ()
         some = studies or [cells.pop()]
         cells.append(re.sub(r"[\w-]+: ", "", gap))
         for study in some:
-            found = [gaps_of(study, gap, figure) for figure in figures]
-            cells += [report.gain(gaps) if gaps else "" for gaps in found]
+            for figure in figures:
+                gaps = gaps_of(study, gap, figure)
+                cells.append(report.gain(gaps) if gaps else "")
         lines.append(cells)
     return report.markdown(lines)
 
