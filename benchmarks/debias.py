@@ -50,7 +50,7 @@ ESTIMATES |= {f"Eq. 2, M = {m}": (m, TAU_PLUS, eq_2) for m in (1, 16)}
 ESTIMATES |= {f"exact, M = {m}": (m, TAU_PLUS, exact) for m in (1, 4, 16)}
 # A measure has a number of digits after the point.
 MEASURES = {"bias of log E[e^s]": 2, "its root mean square error": 2}
-MEASURES["% of anchors: nothing is left"] = 0
+MEASURES |= {"% of anchors: nothing is left": 0}
 
 
 def samples(centres: Tensor, labels: Tensor, cosine: float, generator) -> Tensor:
@@ -87,8 +87,9 @@ def simulate(setting: tuple[float, float, float], anchors: int = 2000) -> list[t
     return rows
 
 
-def simulated() -> str:
-    """Write a table for each measure; a row is a cosine within a class, t and β."""
+def main():
+    """Print a table for each measure; a row is a cosine within a class, t and β."""
+    common.parser_of(__doc__).parse_args()
     found = {setting: simulate(setting) for setting in SETTINGS}
     tables = []
     for k, (title, digits) in enumerate(MEASURES.items()):
@@ -97,13 +98,7 @@ def simulated() -> str:
             shown = ", ".join(f"{x:g}" for x in setting)
             lines.append([shown] + [f"{some[k]:z.{digits}f}" for some in figures])
         tables.append(report.markdown(lines))
-    return "\n\n".join(tables)
-
-
-def main():
-    """Print the tables."""
-    common.parser_of(__doc__).parse_args()
-    print(simulated())
+    print("\n\n".join(tables))
 
 
 if __name__ == "__main__":

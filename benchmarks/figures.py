@@ -65,9 +65,8 @@ def pays():
 def gains():
     """Draw what the front page compares."""
     rows = [(name, gaps) for name, _, gaps in tables.judged()]
-    return intervals(
-        rows, 'gain over simclr, or over what is named after "against", in points (grey if unclear)'
-    )
+    label = 'gain over simclr, or over what is named after "against", in points (grey if unclear)'
+    return intervals(rows, label)
 
 
 def sentences():

@@ -1,21 +1,17 @@
 """Measure time and memory: python benchmarks/speed.py losses
 
 losses: two views of B samples in D = 128 dimensions, float32, forward and backward, beside other
-libraries and dense formulas. The first row is the least that such a loss needs: three products
-(cosines, their gradient to anchors and to candidates) into preallocated memory. A row ends where a
-pass would take more than 20 s or, for a peer, more than 12 GiB, as estimated from the size before.
-`pip install pytorch-metric-learning lightly info-nce-pytorch POT` adds the peers.
+libraries and dense formulas. `pip install pytorch-metric-learning lightly info-nce-pytorch POT`
+adds the peers.
 mining: `mine` among random unit rows, beside an exact index of faiss (`pip install faiss-cpu`).
 loop: the encoder alone on views made before, which is the upper limit of any loop, and the training
 loop on images in memory.
 folder: `train.py` on a folder of photographs, which is decoded into memory, decoded into the cache,
 or found there, in one process and in two. For example --data FOLDER --size 128 --fraction 0.1. The
-memory is the peak of RssAnon, of the process that takes most. Pixels that are mapped from the cache
-are not part of it, as the system can drop them at any time.
+memory is without pixels that are mapped from the cache, as the system can drop them at any time.
 
-Every round times all rows in turn. A ratio is the median over rounds of two times of one round.
-Memory is the peak above the inputs of one pass, in a process of its own (on a GPU: of the
-allocator). All but mining is recorded in results/, and --show prints it again.
+Every round times all rows in turn, and a ratio is of times of one round. All but mining is recorded
+in results/, and --show prints it again.
 """
 
 import contextlib
@@ -92,11 +88,10 @@ def added_by(function: Callable, device: str) -> float:
     return resident("VmHWM") - before
 
 
-def resident(key: str) -> float:
-    """Read a line on the memory of this process, in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith(key)]
-    return int(line.split()[1]) / 1024
+def resident(key: str, process: int | str = "self") -> float:
+    """Read a line on the memory of a process, in MiB; 0 where it has none."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
 
 
 def apart(args, name: str, size: int) -> float | None:
@@ -139,7 +134,7 @@ def buffers(n: int, device: torch.device) -> list[Tensor]:
 
 
 def products(x: Tensor, y: Tensor) -> None:
-    """Compute S = Z Zᵀ, S Z and Sᵀ Z, in memory allocated before."""
+    """Compute S = Z Zᵀ, S Z and Sᵀ Z, in memory allocated before: the least that a loss needs."""
     z = torch.cat([x.detach(), y.detach()])
     cosines, to_anchors, to_candidates = buffers(len(z), z.device)
     torch.mm(z, z.T, out=cosines)
@@ -149,11 +144,10 @@ def products(x: Tensor, y: Tensor) -> None:
 
 def row_of(loss: str) -> Callable:
     """Return a loss of hardneg.py with its options."""
-    options = {"loss": loss, "temperature": TEMPERATURE, "beta": BETA, "epsilon": EPSILON}
-    options["alpha"] = ALPHA
+    options = {"temperature": TEMPERATURE, "beta": BETA, "epsilon": EPSILON, "alpha": ALPHA}
     if loss in ("hcl", "debiased"):
         options["tau_plus"] = TAU_PLUS
-    return functools.partial(hardneg.contrastive_loss, **options)
+    return functools.partial(hardneg.contrastive_loss, loss=loss, **options)
 
 
 def cross_entropy(x: Tensor, y: Tensor) -> Tensor:
@@ -213,9 +207,7 @@ def metric_learning(x: Tensor, y: Tensor) -> Tensor:
 
 
 ROWS = {"three products": products}
-for loss in hardneg.PRESETS:
-    if loss != "supcon":  # it is ppcl
-        ROWS[loss] = row_of(loss)
+ROWS |= {loss: row_of(loss) for loss in hardneg.PRESETS if loss != "supcon"}  # it is ppcl
 ROWS |= {"F.cross_entropy": cross_entropy, "dense formula of [1]": dense_hcl}
 ROWS |= {"cost by rows, POT": dense_ot, "pytorch-metric-learning": metric_learning}
 ROWS["lightly"] = functools.partial(by_library, "lightly.loss", "NTXentLoss")
@@ -244,7 +236,7 @@ def views_of(size: int, device: str) -> list[Tensor]:
 
 
 def affordable(name: str, last: dict, size: int) -> bool:
-    """Return whether a pass fits the limits.
+    """Return whether a pass takes at most 20 s and, for a peer, 12 GiB.
 
     Time grows as the square of size, memory at most as the cube."""
     growth = size / last["size"]
@@ -355,8 +347,7 @@ def mining(args, count: int = 10_000) -> None:
     lines = [["search", "seconds", "times `mine`", "memory beyond the rows, MiB"]]
     for name, some in times.items():
         share = f"{median(some) / median(times['mine']):.2f}"
-        line = [name, f"{len(parts) * median(some):.1f}", share]
-        lines.append(line + [f"{memory[name]:.0f}"])
+        lines.append([name, f"{len(parts) * median(some):.1f}", share, f"{memory[name]:.0f}"])
     print(f"{len(documents)} documents, {count} queries\n{report.markdown(lines)}")
 
 
@@ -427,9 +418,8 @@ def anonymous_memory(process: int) -> float:
     """Return the memory of a process and those that it has started, in MiB, without mapped files.
     Of several processes it is that of the largest."""
     children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    own = [int(line.split()[1]) / 1024 for line in lines if "RssAnon" in line]
-    return max(own + [anonymous_memory(int(child)) for child in children], default=0)
+    sizes = [anonymous_memory(int(child)) for child in children]
+    return max([resident("RssAnon", process), *sizes])
 
 
 def measured(words: list[str]) -> list[str]:
@@ -458,15 +448,13 @@ def folder(args) -> None:
         script.write_text(TIMED)
         cache = f"{temporary}/cache"
         two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        rows = {
-            "decoded into memory": ([], "/dev/null/none"),
-            "decoded into the cache": ([], cache),
-        }
-        rows |= {"found in the cache": ([], cache), "the same, two processes": (two, cache)}
+        rows = {"decoded into memory": ([], "/dev/null/none")}
+        rows |= {"decoded into the cache": ([], cache), "found in the cache": ([], cache)}
+        rows |= {"the same, two processes": (two, cache)}
         for name, (launch, kept) in rows.items():
-            words = [sys.executable, *launch, str(script), "--data", args.data, "--size"]
-            words += [str(args.sizes[0]), "--fraction", str(args.fraction), "--epochs", "1"]
-            words += ["--no-report", "--overwrite", "--cache", kept, "--out", f"{temporary}/out"]
+            words = [sys.executable, *launch, str(script), "--data", args.data]
+            words += ["--cache", kept, "--out", f"{temporary}/out", "--no-report", "--overwrite"]
+            words += f"--size {args.sizes[0]} --fraction {args.fraction} --epochs 1".split()
             words += ["--micro-batch", str(args.micro_batch)]
             lines.append([name] + measured(words))
     common.write(args.subject, about("cpu", ["torch"]) | {"lines": lines})

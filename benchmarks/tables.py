@@ -16,6 +16,7 @@ import common
 import numpy as np
 from rows import SHARED, STUDIES
 from scipy import stats
+from sentence_rows import by_row
 
 from training import compare, report
 
@@ -43,28 +44,28 @@ def rows_of(study: str) -> dict[str, list]:
     """Return {row: its recorded runs, by seed} of a study, of images or of text."""
     found = common.read(study)
     if "runs" in found:
-        rows = {}
-        for run in found["runs"]:
-            rows.setdefault(run["row"], []).append(run)
-        found = rows
+        found = by_row(found["runs"])
     return {row: sorted(runs, key=lambda run: run["seed"]) for row, runs in found.items()}
+
+
+def course_of(run: dict) -> dict[str, float]:
+    """Return kNN in the course of a run. "epoch 6" is kNN at epoch 6, and "change" what it gains
+    from the first measurement to the last."""
+    course = {f"epoch {at['epoch']}": at["knn"] for at in run.get("history", []) if "knn" in at}
+    if course:
+        first, *_, last = course.values()
+        course["change"] = last - first
+    return course
 
 
 def row_of(study: str, name: str, figure: str) -> list[dict]:
     """Return a figure of the runs of a row, as {"seed": …, figure: …}.
 
-    The row is of the study, or of the one that its name begins with. "epoch 6" is kNN at epoch 6,
-    and "change" what kNN gains from the first measurement to the last."""
+    The row is of the study, or of the one that its name begins with."""
     if ": " in name:
         study, name = name.split(": ")
-    runs = []
-    for run in rows_of(study).get(name, []):
-        course = {f"epoch {at['epoch']}": at["knn"] for at in run.get("history", []) if "knn" in at}
-        if course:
-            first, *_, last = course.values()
-            course["change"] = last - first
-        runs.append({"seed": run["seed"], figure: (course | run)[figure]})
-    return runs
+    runs = rows_of(study).get(name, [])
+    return [{"seed": run["seed"], figure: (course_of(run) | run)[figure]} for run in runs]
 
 
 def gaps_of(study: str, gap: str, figure: str = "linear") -> list[float]:
@@ -135,8 +136,9 @@ def differences(heading: str, text: str, figures: list[str], studies: tuple = ()
         some = studies or [cells.pop()]
         cells.append(re.sub(r"[\w-]+: ", "", gap))
         for study in some:
-            found = [gaps_of(study, gap, figure) for figure in figures]
-            cells += [report.gain(gaps) if gaps else "" for gaps in found]
+            for figure in figures:
+                gaps = gaps_of(study, gap, figure)
+                cells.append(report.gain(gaps) if gaps else "")
         lines.append(cells)
     return report.markdown(lines)
 

@@ -24,7 +24,7 @@ class TestPublishedCode:
             For "exp" the two are equal, and with its κ ours is e^κ times its own. Its Sinkhorn
             stops at 1e-9, so the tolerance is 1e-8.
     simclr, ppcl
-            In this order: lightly 1.6.0 NTXentLoss (3 cases), pytorch-metric-learning 2.9.0
+            In this order: lightly 1.6.0 NTXentLoss (2 cases), pytorch-metric-learning 2.9.0
             NTXentLoss (1) and SupConLoss (2), info-nce-pytorch 0.1.4 InfoNCE (2).
     BANK    WangFeng18/UnsupervisedLearningCodes 4f817da, objective.py, without its import of
             sklearn. In this order: PointLoss, HardNegativePointLoss, FlatLoss, HardFlatLoss,
@@ -36,21 +36,15 @@ class TestPublishedCode:
     BATCH = """
         hcl     4 0.5  tau_plus=0,beta=0           2.89919106559 0.482717240596 -0.459201896528
         hcl     9 1    tau_plus=0.1,beta=0         2.83214016943 0.196835401277 0.0624100798361
-        hcl     7 0.5  tau_plus=0,beta=1           3.34158709207 0.5318910872   0.202192192271
         hcl     8 0.07 tau_plus=0,beta=1           8.60868580947 2.74668812975  1.46538361581
-        hcl     6 1    tau_plus=0.1,beta=1         2.62203662475 0.244370399768 0.372077708834
         hcl    13 0.7  tau_plus=0.2,beta=3         3.86918594832 0.275449260631 -0.0390424078791
         hcl    16 0.3  tau_plus=0.5,beta=0.5       3.74084068897 0.648599769846 0.504520676036
         hcl    32 0.5  tau_plus=0.1,beta=1         4.7988127109  0.206181325035 0.167929728657
         ot      4 0.5  epsilon=0.35                3.2381149586  0.533612910803 -0.531052267578
-        ot      6 0.5  epsilon=0.15                3.29513930559 0.517601048352 0.765431045681
-        ot      8 0.2  epsilon=0.35                4.02232603878 0.850940453518 0.131778684055
         ot      9 1    tau_plus=0.1,epsilon=0.5    3.08525305879 0.201930211935 0.0622784908238
         ot     12 0.3  tau_plus=0.5,epsilon=0.5    4.1684876657  0.757028146603 -0.932520592425
         ot     16 0.5  epsilon=0.05                4.27900478931 0.285184975422 0.0571579745989
         ot      5 0.5  epsilon=3*np.e,cost='exp'    2.712199573   0.5597104522   1.204938736
-        ot      7 1    epsilon=2*np.e**1.5,cost='exp' 2.841647908   0.2475069402   0.1233764028
-        simclr  6 0.5  -                           2.73001990699 0.435968623925 0.709090637495
         simclr  9 0.1  -                           6.51997871633 2.06642814593  0.567165190255
         simclr  7 0.2  of='bank'                   5.52672203605 1.27848908268  -0.265588364955
         simclr  8 1    -                           2.67134440416 0.163524814629 0.0585711613931
@@ -61,11 +55,8 @@ class TestPublishedCode:
     """.strip().splitlines()
     BANK = [  # loss, samples, t, k, weight of the own row in its anchor; value, norm, projection
         ("simclr", 5, 0.07, 41, 1, 6.51332611693, 2.55672336183, -0.0968299165182),
-        ("simclr", 6, 0.2, 41, 2, 1.89687225638, 0.340015913231, 0.386111959109),
         ("simclr", 8, 0.07, 41, -1, 12.4180668505, 1.53654766771, -2.27943260634),
         ("hard", 4, 0.1, 5, 5, 0.561651425043, 0.231469461099, -0.173917047303),
-        ("hard", 9, 0.3, 9, 4, 1.3985288197, 0.100488317721, 0.0294270603123),
-        ("hard", 11, 0.3, 10, -4, 6.68062711925, 0.165202633854, 0.0228518669533),
         ("hard", 5, 0.07, 4, -3, 15.5723170296, 0.75835360279, 0.183512909481),
         ("simple", 6, 1, 41, 2, -0.631405195504, 0.0897771502934, 0.117300449586),
         ("hard-simple", 9, 1, 9, 4, -0.289247403881, 0.0345776711435, 0.0188483780541),
@@ -98,10 +89,8 @@ class TestPublishedCode:
     MINED = [
         ({}, "0765 1763 2805 3467 4360 5436"),
         ({"skip": 2}, "0518 1354 2517 3710 4027 5672"),
-        ({"absolute_margin": 0.1}, "1635 2517 3671 4360"),
         ({"absolute_margin": -0.2}, "1635 2805 3467 4360"),
         ({"relative_margin": 0.05}, "1635 2051 3671 4360"),
-        ({"relative_margin": 0.5}, "1548 2174 3710 4602"),
         ({"relative_margin": 0.3, "skip": 1}, "1354 2174 3710 4027"),
         ({"relative_margin": 0.05, "absolute_margin": 0.2}, "1354 2517 3671 4360"),
     ]
@@ -134,6 +123,3 @@ class TestPublishedCode:
         elif near:  # their mean over k includes the positive
             losses = (1 - 1 / k) * losses
         self.check(losses.mean(), x, direction, expected)
-
-
-# ---- Limits

@@ -109,12 +109,9 @@ class TestStudies:
             "simclr": [run_of(0, 40.0, 43.0, 44.0), run_of(1, 42.0, 45.0, 46.0)],
         }
         monkeypatch.setattr(tables, "rows_of", lambda study: found)
-        gaps = {name: tables.gaps_of("", "hcl − simclr", name) for name in ("epoch 2", "epoch 6")}
-        assert {name: sorted(some) for name, some in gaps.items()} == {
-            "epoch 2": [1.0, 1.0],
-            "epoch 6": [3.0, 4.0],
-        }
-        assert sorted(tables.gaps_of("", "hcl − simclr", "change")) == [2.0, 3.0]
+        expected = {"epoch 2": [1.0, 1.0], "epoch 6": [3.0, 4.0], "change": [2.0, 3.0]}
+        for name, gaps in expected.items():
+            assert sorted(tables.gaps_of("", "hcl − simclr", name)) == gaps
 
     def test_a_loss_that_is_plain_at_its_temperature_is_near(self, monkeypatch):
         """Where the plain curve is straight over log t."""
@@ -177,10 +174,7 @@ def figures_of(study):
         of_row = rows[row] = {}
         for run in runs:
             values = {name: run[name] for name in MEASURES if name in run}
-            course = [entry for entry in run.get("history", []) if "knn" in entry]
-            values |= {entry["epoch"]: entry["knn"] for entry in course}
-            if course:
-                values["change"] = course[-1]["knn"] - course[0]["knn"]
+            values |= tables.course_of(run)
             for name, value in values.items():
                 of_row.setdefault(name, {})[run["seed"]] = value
     return rows

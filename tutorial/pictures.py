@@ -5,7 +5,6 @@ train.py`, draw that of ../README.md instead.
 """
 
 import contextlib
-import functools
 import io
 import math
 import re
@@ -29,15 +28,6 @@ plt.style.use("tableau-colorblind10")
 COSINES = torch.linspace(-1, 1, 401, dtype=torch.float64)
 
 
-def run_the_page():
-    """Run the code of the page → what it defines."""
-    defined = {}
-    for block in re.findall(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL):
-        with contextlib.redirect_stdout(io.StringIO()):
-            exec(block, defined)
-    return defined
-
-
 def save(figure, name):
     """Write a picture beside the page."""
     figure.savefig(HERE / f"{name}.png", dpi=120)
@@ -46,10 +36,8 @@ def save(figure, name):
 
 def panels(count=1, width=4.5, **options):
     """Make panels side by side → the figure, and the panels."""
-    size = (width * count, 3.2)
-    figure, axes = plt.subplots(
-        1, count, figsize=size, layout="constrained", squeeze=False, **options
-    )
+    options |= {"figsize": (width * count, 3.2), "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots(1, count, **options)
     return figure, axes[0]
 
 
@@ -145,29 +133,20 @@ def false_negative(page):
     save(figure, "false_negative")
 
 
-def draw_pushes(axis, rules):
-    """Draw the push on negatives spread evenly over all cosines, under rules of weights."""
-    for label, (t, rule) in rules.items():
-        logits = COSINES / t
-        log_w = rule(logits.repeat(len(logits), 1))[0]  # the rules of the page take a batch
-        push = (logits + log_w).softmax(0)
-        axis.plot(COSINES, 100 * push, label=label)
-    axis.set(xlabel="cosine of the negative", ylabel="share of the push, %")
-    axis.set_xticks([-1, -0.5, 0, 0.5, 1])
-    axis.legend(fontsize="small")
-
-
 def push(page):
-    """Draw the push of tilted weights, held fixed."""
+    """Draw the push of tilted weights, held fixed, on negatives spread evenly over all cosines."""
     figure, (axis,) = panels()
-    rules = {"InfoNCE, t = 0.5": (0.5, torch.zeros_like)}
-    for beta in (1.0, 4.0):
-        rule = functools.partial(page["tilted"], beta=beta)
-        rules[f"tilted, held, β = {beta:g}, t = 0.5"] = (0.5, rule)
-    draw_pushes(axis, rules)
+    logits = COSINES / 0.5
+    batch = logits.repeat(len(logits), 1)  # the rules of the page take one
+    for beta in (0.0, 1.0, 4.0):
+        log_w = page["tilted"](batch, beta)[0]
+        label = f"tilted, held, β = {beta:g}, t = 0.5" if beta else "InfoNCE, t = 0.5"
+        axis.plot(COSINES, 100 * (logits + log_w).softmax(0), label=label)
     # The dotted line is the same as that of β = 4, so the latter is drawn as a band below it.
     axis.lines[-1].set(linewidth=6, color="0.65")
     axis.plot(COSINES, 100 * (COSINES / 0.1).softmax(0), "k:", label="InfoNCE, t = 0.1")
+    axis.set(xlabel="cosine of the negative", ylabel="share of the push, %")
+    axis.set_xticks([-1, -0.5, 0, 0.5, 1])
     axis.legend(fontsize="small")
     save(figure, "push")
 
@@ -197,10 +176,8 @@ def plan(page):
     z = F.normalize(z, dim=1)
     logits = (z @ z.T / 0.5).fill_diagonal_(-math.inf)
     figure, axes = panels(2, 2.9)
-    rules = {
-        "tilted, β = 5": page["tilted"](logits, 5.0),
-        "transport, ε = 0.1": page["transported"](logits),
-    }
+    rules = {"tilted, β = 5": page["tilted"](logits, 5.0)}
+    rules["transport, ε = 0.1"] = page["transported"](logits)
     for axis, (title, log_w) in zip(axes, rules.items(), strict=True):
         weights = log_w.softmax(1)
         picture = axis.imshow(weights, vmin=0, vmax=0.5, cmap="Blues")
@@ -209,12 +186,6 @@ def plan(page):
         axis.set(xlabel="negative", ylabel="anchor")
     figure.colorbar(picture, ax=axes, label="share of the row")
     save(figure, "plan")
-
-
-def train_silently(page, loss_of):
-    """Train an encoder as the page does, without its line of output."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        return page["train"](loss_of)
 
 
 @torch.no_grad()
@@ -227,11 +198,11 @@ def cosines_of(page, encoder, points):
 
 def nearest_in_batches(cosines):
     """Return the cosine of the nearest of 63 others, for each point of random batches."""
-    parts = []
+    nearest = torch.empty(2000)
     order = torch.randperm(2000, generator=torch.Generator().manual_seed(1))
     for rows in order.split(64):
-        parts.append(cosines[rows][:, rows].amax(1))
-    return torch.cat(parts)
+        nearest[rows] = cosines[rows][:, rows].amax(1)
+    return nearest
 
 
 def draw_candidates(name, kinds):
@@ -246,33 +217,29 @@ def draw_candidates(name, kinds):
 
 def found(page):
     """Draw how near the nearest negative is in a batch, in a bank, and with a mined one."""
-    encoder = train_silently(page, lambda x, y, *_: page["infonce"](x, y, t=0.1))
+    encoder = page["train"](lambda x, y, *_: page["infonce"](x, y, t=0.1))
     cosines = cosines_of(page, encoder, page["points"])
     in_batch = nearest_in_batches(cosines)
     in_bank = cosines.amax(1)
     draw_candidates("bank", {"in a batch of 64": in_batch, "in a bank of 2000": in_bank})
     one_of_eight = torch.randint(8, (2000, 1), generator=torch.Generator().manual_seed(2))
     mined = cosines.topk(8).values.gather(1, one_of_eight).flatten()
-    order = torch.randperm(2000, generator=torch.Generator().manual_seed(1))
-    with_mined = torch.maximum(in_batch, mined[order])
+    with_mined = torch.maximum(in_batch, mined)
     draw_candidates("mined", {"in a batch": in_batch, "with a mined one": with_mined})
 
 
 def generated(page):
     """Draw how near generated points are to each other, and real ones."""
     page["mixer"].reset_parameters()
-    encoder = train_silently(page, page["generated"])
+    encoder = page["train"](page["generated"])
     random = torch.Generator().manual_seed(0)
     latent = torch.randn(2000, 16, generator=random)
     some = page["points"][torch.randperm(2000, generator=random)[:64]]
     with torch.no_grad():
         shares = (4 * page["mixer"](latent)).softmax(1)  # (2000, 64)
-    made = shares @ some
-    kinds = {"real points, batches of 64": page["points"], "generated": made}
-    nearest = {}
-    for label, points in kinds.items():
-        nearest[label] = nearest_in_batches(cosines_of(page, encoder, points))
-    draw_candidates("generated", nearest)
+    real = nearest_in_batches(cosines_of(page, encoder, page["points"]))
+    made = nearest_in_batches(cosines_of(page, encoder, shares @ some))
+    draw_candidates("generated", {"real points, batches of 64": real, "generated": made})
 
 
 def hardest(folder):
@@ -294,7 +261,10 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         hardest(sys.argv[1])
     else:
-        page = run_the_page()
-        for draw in (sphere, pull, false_negative, push, top, plan, found, generated):
-            draw(page)
-            print(draw.__doc__)
+        text = (HERE / "README.md").read_text()
+        with contextlib.redirect_stdout(io.StringIO()):  # what the page prints
+            page = {}
+            for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+                exec(block, page)
+            for draw in (sphere, pull, false_negative, push, top, plan, found, generated):
+                draw(page)
