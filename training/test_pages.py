@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import hardneg
 import train
-from test_hardneg import ALONE, HERE, embeddings
+from test_hardneg import ALONE, HERE, embeddings, start
 from training import images
 
 README = (HERE / "README.md").read_text()
@@ -25,12 +25,6 @@ PRESETS = sorted(hardneg.PRESETS)
 
 
 # ---- Helpers
-def start(words, folder):
-    """Start Python with these words in a folder, and record what it prints."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, *words], cwd=folder, env=ALONE, **pipes)
-
-
 def blocks(language, page=README):
     """Return the blocks of a page, by default the README, in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.M | re.S)
@@ -41,12 +35,6 @@ def headings(page):
     found = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     plain = [re.sub(r"[^\w\- ]", "", text.lower()) for text in found]
     return {text.replace(" ", "-") for text in plain}
-
-
-def figures(value, x, direction):
-    """Return a value, and the norm and a projection of its gradient in x."""
-    (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
-    return value.item(), gradient.norm().item(), (gradient * direction).sum().item()
 
 
 def execute(code, names):
@@ -213,7 +201,9 @@ class TestRecipes:
         for name, number in said.items():
             assert names[name].item() == pytest.approx(number, abs=1e-6), name
             if name in self.PEERS:
-                found = figures(names[name], names["x"], embeddings(5, 8, 16))
+                value, x, direction = names[name], names["x"], embeddings(5, 8, 16)
+                (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
+                found = [x.item() for x in (value, gradient.norm(), (gradient * direction).sum())]
                 np.testing.assert_allclose(found, self.PEERS[name], 1e-9, err_msg=name)
 
     def test_every_value_of_a_peer_and_every_section_is_used(self):
@@ -294,15 +284,12 @@ class TestRecipes:
         torch.testing.assert_close(ours, paper, rtol=1e-9, atol=1e-12)
 
     def test_the_module_for_a_trainer(self):
-        class Model(nn.Module):  # of sentence-transformers: dicts in, dicts out
-            def forward(self, features):
-                return {"sentence_embedding": features["given"]}
-
         names, _ = self.run("Pairs and n-tuples")
         assert names["columns"].shape[0] == 4 and (names["columns"] >= 0).all()
         columns = [names["x"], names["y"], *names["n"].unbind(1)]
-        module = names["HardNegatives"](Model(), temperature=1 / 20)
-        value = module([{"given": column} for column in columns], labels=None)
+        model = nn.Identity()  # models of sentence-transformers take and return a dict
+        module = names["HardNegatives"](model, temperature=1 / 20)
+        value = module([{"sentence_embedding": column} for column in columns], labels=None)
         assert value.item() == pytest.approx(self.PEERS["tuples"][0], rel=1e-10)
 
     def test_the_module_in_sentence_transformers(self):

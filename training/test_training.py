@@ -30,7 +30,7 @@ import hardneg
 import train
 from hardneg import InvalidArgument, Training
 from test_hardneg import ALONE, HERE, equal_states
-from training import cache, compare, images, readouts, report, runs, write_whole
+from training import compare, images, readouts, report, runs
 from training.cache import Rows
 from training.images import Images
 from training.test_images import write_images
@@ -231,25 +231,6 @@ class TestReport:
         framed = [axis.spines["left"].get_visible() for axis in figure.axes]
         assert framed == 3 * [True, *5 * [False]]  # the frames of the anchors 0, 2 and 4
 
-    COMMANDS = ["", "--loss hard --alpha 0.2 --no-lead-in --labels"]
-    COMMANDS += ["--method diffhard --no-pairs --data a$b"]
-    COMMANDS += ["--recipe sgd --epochs 3 --seed 2 --out there"]
-
-    @pytest.mark.parametrize("words", COMMANDS)
-    def test_a_page_has_the_command_of_its_run(self, words):
-        options = train.Options(**train.parse(words.split()))
-        _, _, *again = shlex.split(report.command_of(options))
-        assert train.Options(**train.parse(again)) == options
-
-    def test_a_page_says_what_was_learned(self):
-        results = {"linear": 82.04, "uniformity": -2.0}
-        results["untrained"] = {"linear": 25.6, "uniformity": -0.1}
-        verdict, besides = report.verdict_of(results, 10)
-        assert verdict == "82.0 % of test images are told right by linear readout"
-        assert besides.startswith("Without training it is 25.6 %.") and "for 10.0 %." in besides
-        verdict, besides = report.verdict_of(results | {"linear": None}, 0)
-        assert (verdict, besides) == ("Uniformity is -2.0", "Without training it is -0.1.")
-
 
 def row(*values):
     """Make results of a row with these linear accuracies."""
@@ -352,71 +333,6 @@ def in_a_process(function, *arguments):
     return process.exitcode
 
 
-def die_while_writing(folder, kept, moment):
-    """Load images, and be killed before a line of the functions that write them decoded."""
-    left = [moment]
-    codes = [writer.__code__ for writer in (cache.write, cache.content_of, write_whole)]
-
-    def trace(frame, event, _):
-        if frame.f_code not in codes:
-            return None
-        left[0] -= event == "line"
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    sys.settrace(trace)
-    images.load(folder, kept=kept)
-
-
-class TestKept:
-    """Decoded images in a file: runs that are killed, and what runs gather of them."""
-
-    def test_what_a_killed_run_wrote_is_whole_or_not_believed(self, tmp_path, monkeypatch):
-        folder, kept = tmp_path / "photos", tmp_path / "kept"
-        write_images(folder, per_class=5)
-        wanted = images.load(folder)
-        monkeypatch.setattr(images, "colours_of", Mock(wraps=images.colours_of))
-        whole = []
-        for moment in itertools.count(1):
-            if in_a_process(die_while_writing, folder, kept, moment) == 0:
-                break
-            whole.append(bool(list(kept.glob("*.images"))))
-            images.colours_of.reset_mock()
-            found = images.load(folder, kept=kept)
-            assert torch.equal(found.train[:], wanted.train)
-            assert torch.equal(found.test[:], wanted.test)
-            assert images.colours_of.call_count == 10 * (not whole[-1])
-            (path,) = kept.glob("*.images")
-            assert len(list(kept.iterdir())) == 1 + (kept / ".lock").exists()
-            path.unlink()
-        assert whole == sorted(whole) and sum(whole) < 4 and len(whole) > 20
-
-    @pytest.mark.parametrize("method", ["bank", "queue"])
-    def test_no_run_gathers_all_images(self, method, tmp_path):
-        """Neither to begin or resume, nor to train, measure or report."""
-        gathered, device = [], torch.device("cpu")
-
-        class Kept:
-            """Stands for a mapped tensor."""
-
-            def __init__(self, pixels):
-                self.pixels, self.shape, self.device = pixels, pixels.shape, device
-
-            def __getitem__(self, index):
-                gathered.append(len(index))
-                return self.pixels[index]
-
-        sets = []
-        for n, seed in ((1100, 1), (600, 2)):
-            pixels, labels = images.shapes(n, seed=seed, size=8)
-            sets += [Rows(Kept(pixels), torch.arange(n)), labels]
-        given = {"method": method, "epochs": 1, "out": tmp_path / "run", "report": True}
-        options = train.Options(**SMALL | given)
-        train.run(options, Images(*sets, images.SHAPES))
-        assert 0 < max(gathered) <= 500
-
-
 @pytest.mark.filterwarnings("ignore:the generator has collapsed")
 class TestRuns:
     """The folder of a run: stopped, killed, continued, locked, full."""
@@ -470,18 +386,6 @@ class TestRuns:
         found, wanted = (numbers_of(run.out / "results.json") for run in (cut, whole))
         assert found == wanted
 
-    def test_a_finished_run_shows_its_table_again(self, tmp_path, small_shapes, capsys):
-        train.main([*SMALL_WORDS, "--out", str(tmp_path)])
-        table = capsys.readouterr().out
-        kept = times_of(tmp_path)
-        for more in ([], ["--seed", "0"]):
-            train.main([*SMALL_WORDS, "--out", str(tmp_path), *more])
-            said = capsys.readouterr().out
-            assert "--overwrite replaces" in said and "\ntrained encoder" in said
-            assert "\ncriterion = ContrastiveLoss(" in said
-            assert said.splitlines()[3] in table
-        assert times_of(tmp_path) == kept
-
     def test_a_run_with_other_options_is_another_run(
         self, tmp_path, small_shapes, monkeypatch, capsys
     ):
@@ -532,17 +436,32 @@ class TestRuns:
         monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(38, "not implemented")))
         finish(tmp_path)
 
-    def test_other_images_than_before_are_said_and_code_is_not_read(self, tmp_path, small_shapes):
-        finish(tmp_path)
-        (tmp_path / "results.json").unlink()
-        state = runs.read_checkpoint(tmp_path, "cpu")
-        wanted = {"images": "77 of 8 ", "size": "80 of 77 ", "checksums": "80 of 8 "}
-        for other, said in wanted.items():
-            runs.save_checkpoint(tmp_path, state | {other: 77})
-            said = f"^--data is shapes, with 80 images of 8 pixels.* began with {said}pixels, or"
-            with pytest.raises(InvalidArgument, match=said):
-                finish(tmp_path)
-        runs.save_checkpoint(tmp_path, {"args": Path()})  # any class, whose code would run
+    @pytest.mark.parametrize("method", ["bank", "queue"])
+    def test_no_run_gathers_all_images(self, method, tmp_path):
+        """Neither to begin or resume, nor to train, measure or report."""
+        gathered, device = [], torch.device("cpu")
+
+        class Kept:
+            """Stands for a mapped tensor."""
+
+            def __init__(self, pixels):
+                self.pixels, self.shape, self.device = pixels, pixels.shape, device
+
+            def __getitem__(self, index):
+                gathered.append(len(index))
+                return self.pixels[index]
+
+        sets = []
+        for n, seed in ((1100, 1), (600, 2)):
+            pixels, labels = images.shapes(n, seed=seed, size=8)
+            sets += [Rows(Kept(pixels), torch.arange(n)), labels]
+        given = {"method": method, "epochs": 1, "out": tmp_path / "run", "report": True}
+        options = train.Options(**SMALL | given)
+        train.run(options, Images(*sets, images.SHAPES))
+        assert 0 < max(gathered) <= 500
+
+    def test_code_in_a_checkpoint_does_not_run(self, tmp_path):
+        runs.save_checkpoint(tmp_path, {"args": Path()})  # as any class would
         with pytest.raises(Exception, match="^Weights only load failed"):
             runs.read_checkpoint(tmp_path, "cpu")
 
@@ -569,18 +488,17 @@ DEFAULTS = """
 --method queue | queue_size == 64; momentum == 0.9; epochs == 24
 --method diffhard | loss == 'ppcl'; temperature == 0.1; epochs == 6
 --loss hard --no-lead-in | alpha == 0.3; not lead_in
+--method diffhard --no-pairs --data a$b | not pairs; data == 'a$b'
+--recipe sgd --epochs 3 --seed 2 --labels --out there | epochs == 3; labels; out.name == 'there'
 """
 # a command | how that begins which it says of flags without effect
 IDLE = """
 --loss simclr --beta 2 | --beta has no effect here. It is for hcl, --weights tilted
 --loss simclr --alpha | --alpha has no effect here. It is for hard, hard-simple, triplet, \
 --weights top
---no-lead-in | --no-lead-in has no effect here. It is for hard, hard-simple, triplet, \
---weights top
---loss simple --temperature 1 | --temperature has no effect here. It is for simclr, debiased, hcl, \
-ot, hard, ppcl, supcon, --weights tilted
---loss hard --detach-weights | --detach-weights has no effect here. It is for hcl, ot, \
---weights tilted
+--no-lead-in | --no-lead-in has no effect here. It is for hard, hard-simple, triplet, --weights
+--loss simple --temperature 1 | --temperature has no effect here. It is for simclr, debiased, hcl,
+--loss hard --detach-weights | --detach-weights has no effect here. It is for hcl, ot, --weights
 --momentum .5 | --momentum has no effect here. It is for bank, queue, diffhard.
 --loss simple --weights tilted --temperature 1 |
 --compare hcl hard --alpha .3 |
@@ -593,8 +511,7 @@ ot, hard, ppcl, supcon, --weights tilted
 --root here | --root has no effect here. It is for cifar10, cifar100, stl10, svhn, fashion-mnist.
 --root there --data svhn |
 --batch-size 8 --micro-batch 15 |
---batch-size 8 --micro-batch 16 | --micro-batch has no effect, as a batch has no more views than \
-that.
+--batch-size 8 --micro-batch 16 | --micro-batch has no effect, as a batch has no more views
 """
 # a command | the arguments of the line of Python that makes its loss
 LINES = """
@@ -617,9 +534,12 @@ class TestOptions:
 
     @pytest.mark.parametrize("words, wanted", table(DEFAULTS))
     def test_defaults(self, words, wanted):
+        """A page has a command for the same options."""
         options = options_of(words)
         for condition in wanted.split("; "):
             assert eval(condition, vars(options) | {}), condition
+        _, _, *again = shlex.split(report.command_of(options))
+        assert train.Options(**train.parse(again)) == options
 
     @pytest.mark.parametrize("words, said", table(IDLE))
     def test_flags_without_effect_are_said(self, words, said, monkeypatch, capsys):
@@ -693,18 +613,16 @@ class TestOptions:
         assert given == {"weights": "power", "order": 4, "objective": "other"}
         wanted = {"loss": "hcl", "temperature": 0.3, "tau_plus": 0.1} | given
         assert anew["Options"](**given).criterion().given == wanted
-        for name, users in {"tau_plus": "other", "temperature": "other", "order": "power"}.items():
-            assert anew["users_of"](name).endswith(users)
-        assert "/power, --objective" in anew["users_of"]("temperature")
-        for words, said in {
-            "--order 1.5": "invalid int",
-            "--help-all": "--order [INT] The",
-        }.items():
+        assert anew["users_of"]("tau_plus").endswith("other")
+        users = anew["users_of"]("temperature")
+        assert "/power, --objective" in users and users.endswith("/other")
+        for words in ("--order 1.5", "--help-all"):
             with pytest.raises(SystemExit):
                 anew["parse"](words.split())
-            out, error = capsys.readouterr()
-            assert said in " ".join((out + error).split())
-        assert "The power of a logit; for --weights power (default 3)" in " ".join(out.split())
+        out, error = capsys.readouterr()
+        assert "invalid int" in error
+        said = "--order [INT] The power of a logit; for --weights power (default 3)"
+        assert said in " ".join(out.split())
 
     @pytest.mark.parametrize("words, wanted", table(LINES))
     def test_the_line_of_python_makes_the_loss(self, words, wanted):
@@ -747,9 +665,15 @@ class TestBuild:
         for condition in wanted.split("; "):
             assert eval(condition, names), condition
 
-    def test_large_images_are_blurred_and_have_a_network_for_them(self, few):
+    def test_large_images_are_blurred_and_have_a_network_for_them(self, few, monkeypatch):
+        """It is compiled on demand."""
+        compiled = []
+        monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
         large = few._replace(train=few.train[:4].repeat(1, 1, 6, 6))
-        encoder, training = train.build(train.Options(encoder="resnet18"), large)
+        for compile in (False, True):
+            options = train.Options(encoder="resnet18", compile=compile)
+            encoder, training = train.build(options, large)
+            assert compiled == [encoder] * compile
         assert training.method.view_options == {"blur": 0.5} and encoder.features == 512
         assert encoder.backbone.conv1.kernel_size == (7, 7)
 
@@ -777,14 +701,6 @@ class TestBuild:
         assert ends("--anneal --beta 2") == {"beta": (2, 0.4)}
         assert ends("--loss hard --alpha .2") == {"alpha": (1, 0.2)}
         assert ends("--beta 2") == ends("--loss hard --no-lead-in") == {}
-
-    def test_the_encoder_is_compiled_on_demand(self, few, monkeypatch):
-        compiled = []
-        monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
-        train.build(train.Options(), few)
-        assert not compiled
-        encoder, _ = train.build(train.Options(compile=True), few)
-        assert compiled == [encoder]
 
     def test_an_infinite_loss_is_one_line(self, tmp_path, small_shapes, monkeypatch, capsys):
         """Any other fault of a step shows its traceback."""
@@ -853,8 +769,10 @@ class TestCommand:
         assert 'src="http' not in page
         changes = len({epoch["knn"] for epoch in results["history"]}) > 1  # else it has no curve
         assert page.count("data:image/png;base64,") == 5 + changes
+        learned = f"<h1>{results['linear']:.1f} % of test images are told right by linear readout<"
+        before = f"<p>Without training it is {results['untrained']['linear']:.1f} %. Guessing among"
         texts = "hard on shapes", "trained encoder", "false negative", "python train.py", line
-        assert all(text in unescape(page) for text in texts)
+        assert all(text in unescape(page) for text in (learned, before, "for 10.0 %.", *texts))
 
     def test_a_report_that_fails_costs_no_result(self, tmp_path, small_shapes, monkeypatch):
         def broken(*_):
@@ -880,15 +798,19 @@ class TestCommand:
         write_images(tmp_path / "images" / "all", 10, ("a", "b"), (8, 8))
         words = ["--data", f"{tmp_path / 'images'}", "--epochs", "2", "--out"]
         train.main([*words, f"{tmp_path / 'run'}"])
-        said = capsys.readouterr().out
-        assert "has 16 images to train on and 4 to test, without classes" in said
-        assert "%" not in said
+        first = capsys.readouterr().out
+        assert "has 16 images to train on and 4 to test, without classes" in first
+        assert "%" not in first
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["linear"] is results["tolerance"] is results["raw"]["knn"] is None
-        assert results["uniformity"] < 0
+        learned = f"<h1>Uniformity is {results['uniformity']:.1f}</h1><p>Without training it is -"
+        assert learned in (tmp_path / "run" / "report.html").read_text()
         words[1] += "/."  # the same folder
+        times = times_of(tmp_path / "run")
         train.main([*words, f"{tmp_path / 'run'}"])
-        assert "This run was finished before" in capsys.readouterr().out
+        table, said = capsys.readouterr().out.split("This run was finished before. --overwrite")
+        assert "\ntrained encoder" in table and "\ncriterion = ContrastiveLoss(" in table
+        assert table in first and times_of(tmp_path / "run") == times
         (tmp_path / "run" / "report.html").unlink()  # as if the run had been killed while drawing
         os.utime(tmp_path / "images" / "all" / "a" / "0.png")  # its content stays
         kept = tmp_path / "kept"
