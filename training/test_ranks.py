@@ -185,19 +185,6 @@ def train_as_a_rank(rank, ranks, folder):
     distributed.destroy_process_group()
 
 
-def train_as_ranks(ranks, folder):
-    """Start processes that train all cases together."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training.test_ranks"])
-    several = []
-    for rank in range(ranks):
-        several.append(context.Process(target=train_as_a_rank, args=(rank, ranks, folder)))
-        several[-1].start()
-    for process in several:
-        process.join()
-        assert process.exitcode == 0
-
-
 @functools.cache
 def trained_alone():
     """Train all cases without a group."""
@@ -209,10 +196,9 @@ class TestRanks:
 
     @pytest.mark.parametrize("ranks", [1, 2, 3])
     def test_any_number_of_ranks_makes_the_same_run(self, ranks, tmp_path):
-        if ranks == 1:
-            train_as_a_rank(0, 1, tmp_path)
-        else:
-            train_as_ranks(ranks, tmp_path)
+        multiprocessing.set_forkserver_preload(["training.test_ranks"])
+        start = {"nprocs": ranks, "start_method": "forkserver"}
+        torch.multiprocessing.start_processes(train_as_a_rank, (ranks, tmp_path), **start)
         of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
         for (*case, error), alone, *found in zip(CASES, trained_alone(), *of_ranks, strict=True):
             losses, state = alone
