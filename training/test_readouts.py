@@ -22,8 +22,7 @@ from training import readouts
 class TestReadouts:
     """knn_accuracy, linear_readout and tolerance."""
 
-    # each would change what is made under it: a tensor on meta has no values, one of inference mode
-    # cannot be trained on, and autocast rounds
+    # a tensor made on meta has no values, and one of inference mode cannot be trained on
     SETTINGS = [torch.no_grad, torch.inference_mode, partial(torch.device, "meta")]
     SETTINGS += [partial(torch.autocast, "cpu", torch.bfloat16)]
 

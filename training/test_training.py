@@ -231,6 +231,15 @@ class TestReport:
         framed = [axis.spines["left"].get_visible() for axis in figure.axes]
         assert framed == 3 * [True, *5 * [False]]  # the frames of the anchors 0, 2 and 4
 
+    def test_a_page_says_what_was_learned(self):
+        before = {"linear": 25.6, "uniformity": -0.1}
+        results = {"linear": 82.04, "uniformity": -2.0, "untrained": before}
+        verdict, besides = report.verdict_of(results, 10)
+        assert verdict.startswith("82.0 % of test images are told right")
+        assert besides.startswith("Without training it is 25.6 %.") and "for 10.0 %." in besides
+        without_classes = report.verdict_of(results, 0)
+        assert without_classes == ("Uniformity is -2.0", "Without training it is -0.1.")
+
 
 def row(*values):
     """Make results of a row with these linear accuracies."""
@@ -478,8 +487,7 @@ DEFAULTS = """
 # a command | how that begins which it says of flags without effect
 IDLE = """
 --loss simclr --beta 2 | --beta has no effect here. It is for hcl, --weights tilted
---loss simclr --alpha | --alpha has no effect here. It is for hard, hard-simple, triplet, \
---weights top
+--loss simclr --alpha | --alpha has no effect here. It is for hard, hard-simple, triplet, --weights
 --no-lead-in | --no-lead-in has no effect here. It is for hard, hard-simple, triplet, --weights
 --loss simple --temperature 1 | --temperature has no effect here. It is for simclr, debiased, hcl,
 --loss hard --detach-weights | --detach-weights has no effect here. It is for hcl, ot, --weights
@@ -501,8 +509,7 @@ IDLE = """
 LINES = """
 | "hcl", temperature=0.3, tau_plus=0.1, beta=1.0
 --loss simclr --beta 2 --tau-plus 0 | "simclr", temperature=0.05, tau_plus=0.0
---loss debiased --weights tilted --absolute-margin .1 | "debiased", weights="tilted", \
-absolute_margin=0.1
+--loss debiased --absolute-margin .1 | "debiased", absolute_margin=0.1
 --loss ot --cost exp --no-detach-weights | "ot", cost="exp", detach_weights=False
 --loss hard --alpha .2 --objective each | "hard", objective="each", temperature=0.07, alpha=0.2
 --loss simple --epsilon .3 | "simple"
@@ -724,26 +731,22 @@ class TestCommand:
         program = [sys.executable, HERE / "train.py", *words.split()]
         run = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=ALONE)
         assert run.returncode == 0 and "images/s" in run.stderr, run.stderr  # the bar
-        for text in ("raw pixels", "untrained encoder", "trained encoder"):
-            assert f"\n{text}" in run.stdout
         line = 'criterion = ContrastiveLoss("hard", temperature=0.07)'
-        assert f"\n{line}\n" in run.stdout
+        for text in ("raw pixels", "untrained encoder", "trained encoder", line):
+            assert f"\n{text}" in run.stdout
         out = tmp_path / "runs" / "shapes-simclr-hard-0"
         results = json.loads((out / "results.json").read_text())
         names = "loss method data seed epochs device seconds options history versions date".split()
         assert results.keys() == {*names, *FIGURES}
         assert (results["loss"], results["options"]["alpha"], results["epochs"]) == ("hard", 0.3, 2)
         assert results["raw"].keys() == results["untrained"].keys() == report.COLUMNS.keys()
-        assert 0 < results["seconds"] < 600
         assert set(times_of(out)) == {"checkpoint.pt", "results.json", "report.html"}
         page = (out / "report.html").read_text()  # needs no other file
         assert 'src="http' not in page
         changes = len({epoch["knn"] for epoch in results["history"]}) > 1  # else it has no curve
         assert page.count("data:image/png;base64,") == 5 + changes
-        learned = f"<h1>{results['linear']:.1f} % of test images are told right by linear readout<"
-        before = f"<p>Without training it is {results['untrained']['linear']:.1f} %. Guessing among"
         texts = "hard on shapes", "trained encoder", "false negative", "python train.py", line
-        assert all(text in unescape(page) for text in (learned, before, "for 10.0 %.", *texts))
+        assert all(text in unescape(page) for text in texts)
 
     def test_a_report_that_fails_costs_no_result(self, tmp_path, small_shapes, monkeypatch):
         def broken(*_):
@@ -774,8 +777,6 @@ class TestCommand:
         assert "%" not in first
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["linear"] is results["tolerance"] is results["raw"]["knn"] is None
-        learned = f"<h1>Uniformity is {results['uniformity']:.1f}</h1><p>Without training it is -"
-        assert learned in (tmp_path / "run" / "report.html").read_text()
         words[1] += "/."  # the same folder
         times = times_of(tmp_path / "run")
         train.main([*words, f"{tmp_path / 'run'}"])
