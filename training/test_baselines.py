@@ -15,6 +15,7 @@ from hardneg import contrastive_loss
 from test_hardneg import (
     DEVICE,
     IMAGES,
+    PLAIN,
     Operations,
     Plain,
     all_close,
@@ -57,28 +58,15 @@ def begin(images, name, loss="simclr", init=0, method_options=None, **options):
     return hardneg.Training(encoder, images, method, **usual | options)
 
 
-def start_queue(size):
-    """Make a queue of rows (size, 2)."""
-    encoder = hardneg.Encoder(dim=2, size=8)
-    return baselines.Queue(hardneg.ContrastiveLoss(), encoder, IMAGES[:6, :, :8, :8], size, 0.99)
-
-
-@pytest.fixture
-def plain_views(monkeypatch):
-    """Let a view be the image itself."""
-    monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
-
-
 class TestQueue:
     """`Queue` contrasts with keys of a slow encoder."""
 
-    def test_learns(self):
-        seen = list(begin(IMAGES, "queue", epochs=10))
-        assert seen[-3]["positive"] > seen[-3]["negative"] + 0.1
+    PLAIN_VIEWS = {"view_options": PLAIN}
 
-    def test_holds_embeddings_of_the_slow_encoder(self, plain_views):
+    def test_holds_embeddings_of_the_slow_encoder(self):
         """In eval mode; they enter after the step, and then the slow encoder follows."""
-        training = begin(IMAGES, "queue", method_options={"momentum": 0.5}, epochs=1)
+        options = self.PLAIN_VIEWS | {"momentum": 0.5}
+        training = begin(IMAGES, "queue", method_options=options, epochs=1)
         method, encoder = training.method, training.encoder
         method.step = Mock(wraps=method.step)
         rows, slow = method.rows.clone(), copy.deepcopy(encoder)
@@ -96,21 +84,22 @@ class TestQueue:
     @at_least(40)
     @given(size=st.integers(1, 5), batches=st.lists(st.integers(1, 6), min_size=2, max_size=6))
     def test_keeps_the_last_keys(self, size, batches):
-        """Batches may be larger than the queue; a state saved in between changes nothing."""
-        queue, angles = start_queue(size), torch.arange(sum(batches)) / 100
+        """Batches may be larger than the queue."""
+        encoder = hardneg.Encoder(dim=2, size=8)
+        few = IMAGES[:6, :, :8, :8]
+        queue = baselines.Queue(hardneg.ContrastiveLoss(), encoder, few, size, 0.99)
+        angles = torch.arange(sum(batches)) / 100
         parts = torch.stack([angles.cos(), angles.sin()], 1).split(batches)
         newest_first = torch.cat([*parts[::-1], queue.rows])
         for keys in parts:
-            other = start_queue(size)
-            other.load_state_dict(queue.state_dict())
-            queue = other
             queue.embed_views = Mock(return_value=[keys])
             queue.step(None, keys, None, None, lambda loss: None)
         close(queue.rows, newest_first[:size], 1e-6)
 
-    def test_has_no_own_row_as_candidate(self, plain_views):
+    def test_has_no_own_row_as_candidate(self):
         """The loss is that of rows for each anchor, from which its own one is left out."""
-        training = begin(IMAGES[:30], "queue", method_options={"queue_size": 7})
+        options = self.PLAIN_VIEWS | {"queue_size": 7}
+        training = begin(IMAGES[:30], "queue", method_options=options)
         method, encoder, own = training.method, training.encoder.eval(), torch.arange(8)
         losses, z = [], hardneg.embed(encoder, IMAGES[own])[1]
         rows = torch.cat([z, method.rows])
@@ -184,27 +173,23 @@ class TestBoth:
         stays_on_the_device(begin(IMAGES[:40].to(DEVICE), name))
 
     def test_resumes_to_the_same_bits(self, name, tmp_path):
-        whole, seen = begin(IMAGES, name), []
+        """In bfloat16, which leaves parameters and figures in float32."""
+        whole, seen = begin(IMAGES, name, bfloat16=True), []
         for figures in whole:
             seen.append(figures)
             if len(seen) in (1, whole.steps_per_epoch, whole.steps_per_epoch + 2):
                 torch.save(whole.state_dict(), tmp_path / f"{len(seen)}.pt")
         for path in tmp_path.iterdir():
-            second = begin(IMAGES, name, init=1)
+            second = begin(IMAGES, name, init=1, bfloat16=True)
             second.load_state_dict(torch.load(path, weights_only=True))
             assert list(second) == seen[int(path.stem) :]
             assert equal_states(whole.state_dict(), second.state_dict())
+        found = [*tensors_of(seen), *whole.encoder.parameters()]
+        assert {x.dtype for x in found} == {torch.float32} and finite(*found)
 
-    def test_bfloat16(self, name):
-        training = begin(IMAGES, name, epochs=1, bfloat16=True)
-        figures = tensors_of(list(training))
-        assert {x.dtype for x in (*figures, *training.encoder.parameters())} == {torch.float32}
-        assert len(figures) >= 7 and finite(*figures, *training.encoder.parameters())
-
-    @pytest.mark.parametrize("size", [1, 3, 100])
-    def test_micro_batches_have_the_gradients_of_one_pass(self, name, size):
+    def test_micro_batches_have_the_gradients_of_one_pass(self, name):
         found, images, network = [], embeddings(0, 7, 3, 8, 8).sigmoid(), Plain()
-        for encoder in (network, hardneg.in_micro_batches(network, size)):
+        for encoder in (network, hardneg.in_micro_batches(network, 3)):
             criterion = hardneg.ContrastiveLoss("ppcl", temperature=0.2)
             method = make(name, criterion, network, images)
             network.seen.clear()
@@ -212,8 +197,7 @@ class TestBoth:
             method.step(encoder, images, torch.arange(7), seeded(3), losses.append)
             found.append([*losses, *torch.autograd.grad(losses[0], [*network.parameters()])])
         all_close(*reversed(found), 1e-10, floor=1e-6)
-        least = 7 if name == "queue" else 0  # the slow encoder needs no gradient
-        assert max(network.seen) <= max(size, least)
+        assert max(network.seen) <= 3
 
     def test_a_step_reads_nothing(self, monkeypatch, name):
         """On a GPU, that would wait. Steps with statistics, and the optimizer, may read."""
@@ -221,12 +205,12 @@ class TestBoth:
         training, reads = begin(IMAGES, name, batch_size=8, epochs=1, lr=1e-3), []
         monkeypatch.setattr(training.optimizer, "step", lambda: None)
         run = iter(training)
-        for _ in range(training.steps):
+        for _ in range(16):
             with Operations() as operations:
                 figures = next(run)
             if "ess" not in figures:
                 reads += [operations.reads()]
-        assert len(reads) > 10 and not any(reads)
+        assert len(reads) > 9 and not any(reads)
 
 
 INVALID = [("queue", "momentum", -0.1), ("queue", "momentum", 1.0), ("queue", "queue_size", 0)]
