@@ -2858,7 +2858,7 @@ class TestTraining:
             second.load_state_dict(torch.load(path, weights_only=True))
             assert list(second) == seen[int(path.stem) :]
             assert equal_states(whole.state_dict(), second.state_dict())
-        parts = "epoch step_in_epoch encoder method optimizer"
+        parts = "epoch step_in_epoch steps_per_epoch encoder method optimizer"
         assert set(whole.state_dict()) == set(parts.split())
 
     def test_an_encoder_in_eval_mode_is_trained_in_training_mode(self):

@@ -12,12 +12,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import EpsImagePlugin, ExifTags, Image
 from torchvision import datasets
 from torchvision.transforms import functional as transforms
 
 from hardneg import InvalidArgument
-from training import cache, images
+from training import LOCK, PART, cache, images
 from training.cache import Rows
 
 
@@ -262,6 +262,18 @@ class TestFolders:
         assert torch.equal(images.load(tmp_path).train[0], pixels[:, :, 20:40])
 
     @pytest.mark.filterwarnings("ignore:.*cannot be read")
+    @pytest.mark.parametrize("name", ["cat/6.png", "cat/6.eps", "dog/6.ps"])
+    def test_no_file_starts_a_program(self, name, tmp_path, monkeypatch):
+        """Pillow starts Ghostscript for PostScript, which it knows by the content."""
+        write_images(tmp_path)
+        head = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 20 20\n%%EndComments\nshowpage\n"
+        (tmp_path / name).write_bytes(head)
+        monkeypatch.setattr(EpsImagePlugin, "Ghostscript", Mock(side_effect=AssertionError))
+        with pytest.warns(UserWarning, match=f"left out.*{name}"):
+            found = images.load(tmp_path)
+        assert len(found.train) + len(found.test) == 12
+        EpsImagePlugin.Ghostscript.assert_not_called()
+
     def test_broken_files_are_left_out_and_named(self, tmp_path):
         for part in ("train", "test"):
             write_images(tmp_path / part)
@@ -305,7 +317,8 @@ class TestCache:
             assert torch.equal(a[:], b[:]) if hasattr(a, "shape") else a == b
 
     def files_of(self, kept):
-        return sorted(path.suffix or path.name for path in kept.iterdir())
+        """List the endings of the files that are kept, but for the lock."""
+        return sorted(path.suffix for path in kept.iterdir() if path.name != LOCK)
 
     def test_rows(self):
         """They are those that indexing gives, in all the ways in which images are taken."""
@@ -337,13 +350,14 @@ class TestCache:
             again = " To try them again, remove what --cache keeps."
             assert [f"{x.message}" for x in said_now] == [f"{x.message}{again}" for x in said]
             assert isinstance(found.train, Rows)
-        assert decoded == [18, 0, 0] and self.files_of(kept) == [".images", ".lock"]
+        assert decoded == [18, 0, 0] and self.files_of(kept) == [".images"]
         (path,) = kept.glob("*.images")
         said = f"{path} keeps decoded images (0 MB). Remove it at any time.\n"
         assert capsys.readouterr().out == said
-        (kept / "a.part").touch()  # of a run that was killed
+        (kept / f".a.images{PART}").touch()  # of a run that was killed
+        (kept / "film.part").touch()  # of another program
         images.load(folder, kept=kept, size=8)
-        assert self.files_of(kept) == [".images", ".images", ".lock"]
+        assert self.files_of(kept) == [".images", ".images", ".part"]
 
     @pytest.mark.parametrize("change", ["time", "size", "version", "name"])
     def test_what_was_changed_is_decoded_anew(self, change, photos, monkeypatch):
@@ -366,7 +380,18 @@ class TestCache:
         assert (77 in values_of(found.train)) == (change == "size")
         assert (found.checksums != before.checksums) == (change == "size")
 
-    FAULTS = ["full before", "full meanwhile", "no folder", "no locks", "damaged", "cut"]
+    def test_an_image_that_changes_its_class_changes_the_checksum(self, tmp_path):
+        """The last image of a class becomes the first of the next."""
+        for part in ("train", "test"):
+            write_images(tmp_path / part)
+        before = images.load(tmp_path)
+        (tmp_path / "train" / "cat" / "5.png").rename(tmp_path / "train" / "dog" / "!.png")
+        found = images.load(tmp_path)
+        assert torch.equal(found.train, before.train)
+        assert found.checksums[0] != before.checksums[0]
+        assert found.checksums[1] == before.checksums[1]
+
+    FAULTS = ["full before", "full meanwhile", "no folder", "no locks"]
 
     @pytest.mark.parametrize("fault", FAULTS)
     def test_what_cannot_be_kept_is_decoded_into_memory(self, fault, photos, monkeypatch):
@@ -380,18 +405,27 @@ class TestCache:
             kept.write_text("a file")
         elif fault == "no locks":  # as on some file systems
             monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("no locks")))
-        else:
-            images.load(folder, kept=kept)
-            (path,) = kept.glob("*.images")
-            content = path.read_bytes()
-            end = -9 if fault == "damaged" else 99
-            path.write_bytes(content[:end])
         with pytest.warns(UserWarning, match="cannot keep decoded images .* into memory. Choose"):
             found = images.load(folder, kept=kept)
         self.assert_equal(found, in_memory)
-        if not kept.is_file():
-            left = [".images"] * (fault in ("damaged", "cut"))
-            assert self.files_of(kept) in (left, [*left, ".lock"])
+        assert kept.is_file() or self.files_of(kept) == []
+
+    @pytest.mark.parametrize("damage", ["cut", "shorter", "black", "no facts"])
+    def test_what_is_damaged_is_made_anew(self, damage, photos, capsys):
+        folder, kept = photos
+        wanted = images.load(folder, kept=kept)
+        (path,) = kept.glob("*.images")
+        content = path.read_bytes()
+        start = content.index(b"[")
+        broken = {"cut": content[:99], "shorter": content[:-9], "no facts": content[:start]}
+        broken["black"] = bytes(start) + content[start:]
+        path.unlink()  # what is mapped to memory stays as it was
+        path.write_bytes(broken[damage])
+        assert images.load(folder, kept=kept).checksums == wanted.checksums
+        assert f"{path} is damaged. It is made anew." in capsys.readouterr().out
+        images.colours_of.reset_mock()
+        self.assert_equal(images.load(folder, kept=kept), wanted)
+        assert images.colours_of.call_count == 0
 
     def test_a_run_waits_for_another_that_writes(self, photos, tmp_path):
         """Its parts stay. What it wrote is not decoded again."""
@@ -399,13 +433,13 @@ class TestCache:
         wanted, found = images.load(folder, kept=tmp_path / "other"), []
         images.colours_of.reset_mock()
         kept.mkdir()
-        (kept / "a.part").touch()
-        with open(kept / ".lock", "w") as lock:
+        (kept / f".a.images{PART}").touch()
+        with open(kept / LOCK, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             late = threading.Thread(target=lambda: found.append(images.load(folder, kept=kept)))
             late.start()
             late.join(0.5)
-            assert late.is_alive() and self.files_of(kept) == [".lock", ".part"]
+            assert late.is_alive() and self.files_of(kept) == [PART]
             for path in (tmp_path / "other").glob("*.images"):
                 shutil.copy(path, kept)
         late.join(20)

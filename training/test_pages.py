@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import distributed, nn
 from torch.nn import functional as F
 
@@ -358,7 +359,16 @@ class TestRecipes:
         monkeypatch.setattr(images, "shapes", lambda n, **options: whole(n // 40, **options))
         monkeypatch.chdir(tmp_path)
         train.run(train.Options(epochs=1, batch_size=64, report=False, device="cpu"))
-        encoder = self.run("Export")[0]["encoder"].eval()
+        pixels = torch.randint(0, 256, (3, 48, 64), dtype=torch.uint8)
+        pixels = pixels[:, ::24, ::32].repeat_interleave(24, 1).repeat_interleave(32, 2)
+        Image.fromarray(pixels.permute(1, 2, 0).numpy()).save("photo.jpg", quality=95)
+        found = self.run("Export")[0]
+        encoder = found["encoder"].eval()
+        (tmp_path / "photos").mkdir()
+        for k in range(10):
+            shutil.copy("photo.jpg", tmp_path / "photos" / f"{k}.jpg")
+        read = images.load(tmp_path / "photos", size=32).train[:1]
+        assert torch.equal(hardneg.embed(encoder, read)[0], found["features"])
         backbone = hardneg.Encoder("small").backbone.eval()
         backbone.load_state_dict(torch.load("backbone.pt", weights_only=True))
         some = torch.rand(2, 3, 32, 32)
