@@ -1,6 +1,10 @@
-"""Keep tests away from the cache of the user who runs them."""
+"""Settings of all tests: each has one thread, and none sees the cache of the user."""
+
+import os
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run beside each other
 
 
 @pytest.fixture(autouse=True)
