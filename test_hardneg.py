@@ -780,32 +780,6 @@ class TestWeights:
         shares = (masked(x)[some].log_softmax(1) for x in (found_pos, np.array(wanted_pos)))
         close(*map(infinite, shares), 1e-10)
 
-    @pytest.mark.parametrize("name", hardneg.WEIGHTS)
-    @at_least(30)
-    @given(**MATRICES, tied=BOOLEANS, data=st.data())
-    def test_a_positive_is_weighed_as_a_candidate(self, name, seed, a, n, tied, data):
-        """To the bit, at the logits of candidates, masked ones, too."""
-        drawn = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
-        options, t = hardneg.resolve({"weights": name} | drawn), drawn["temperature"]
-        cosines = masked_logits(seed, a, n, empty=a > 1) / 2
-        neg = masked((np.round(cosines) if tied else cosines) / t)
-        places = torch.tensor(rng(seed).integers(n, size=(a, 3)))
-        of_neg = hardneg.by_rule(neg, neg, 0.0, t, options)
-        of_pos = hardneg.by_rule(neg.gather(1, places), neg, 0.0, t, options)
-        assert torch.equal(of_pos, of_neg.gather(1, places))
-
-    @pytest.mark.parametrize("name", RULES)
-    @given(**SEEDS, n=st.integers(1, 6), tied=BOOLEANS, data=st.data())
-    def test_so_does_the_oracle(self, name, seed, n, tied, data):
-        known = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
-        cosines, places = rng(seed).uniform(-1, 1, n), rng(seed).integers(n, size=3)
-        s = ((np.round(cosines) if tied else cosines) / known["temperature"]).tolist()
-        known |= {"candidates": s, "f": 0.3, "g": [0.0] * n}
-        of_neg = oracle._fill_in(oracle.RULES[name], known | {"logits": s})
-        known |= {"logits": [s[j] for j in places], "g": [0.0] * 3}
-        of_pos = oracle._fill_in(oracle.RULES[name], known)
-        assert of_pos == [of_neg[j] for j in places]
-
 
 class TestSinkhorn:
     """The coupling has uniform marginals, respects its masks, and reports its own error."""
@@ -832,21 +806,6 @@ class TestSinkhorn:
             for dim in (0, 1):
                 close(plan.sum(dim), allowed.any(dim) / allowed.any(dim).sum(), 1e-11)
 
-    def test_a_masked_sample_has_no_error(self):
-        x = embeddings(1, 6, 3)
-        kernel = (x @ x.T).fill_diagonal_(-INF)
-        kernel[2] = kernel[:, 2] = -INF
-        f, g, error = couple(kernel)
-        assert error <= 1e-12
-        rows = torch.exp(f[:, None] + kernel + g).sum(1)
-        close(rows, np.array([1, 1, 0, 1, 1, 1]) / 5, 1e-11)
-
-    def test_nothing_allowed_is_no_error(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            f, g, error = couple(torch.full((3, 4), -INF, dtype=torch.float64))
-        assert error == 0 and finite(f, g)
-
     @pytest.mark.parametrize("tolerance, steps", [(None, 1000), (0.01, 1000), (0.0, 2)])
     @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
     @given(**MATRICES)
@@ -864,37 +823,18 @@ class TestSinkhorn:
         usual = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
         assert steps < 1000 or error <= (tolerance or usual)
 
-    def test_says_that_it_has_not_converged(self):
-        with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
-            couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 0.0, max_steps=2)
+    def test_has_converged_if_nothing_is_allowed_or_the_last_step_suffices(self):
+        nothing = torch.full((3, 4), -INF, dtype=torch.float64)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            f, g, error = couple(nothing)
             couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 2.0, max_steps=1)
-
-    @pytest.mark.parametrize("seed", range(10))
-    def test_takes_means_as_long_as_that_halves_the_error(self, seed):
-        n, steps = (3, 6) if seed % 2 else (5, 6)
-        kernel = rng(seed).uniform(-3, 0, (n, n))
-        if seed % 2:  # as without own samples: each mean leaves 3/8 of the error
-            kernel = kernel + kernel.T - 20 * np.eye(n)
-        f, g, error, means = np.zeros(n), np.zeros(n), INF, True
-        for step in range(steps):
-            rows = np.exp(kernel + g).sum(1)
-            if step > 0:
-                before, error = error, np.abs(np.exp(f) * rows - 1).mean()
-                means = means and error < before / 2
-            f = -np.log(rows)
-            g = -np.log(np.exp(kernel + f[:, None]).sum(0))
-            if means:
-                f = g = (f + g) / 2
-        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 6"):
-            found = couple(torch.tensor(kernel), 0.0, steps)
-        all_close(found[:2], (f - np.log(n), g), 1e-12)
+        assert error == 0 and finite(f, g)
 
     def test_its_last_step_is_looked_at_on_a_gpu(self, as_on_a_gpu):
         """Also if it is no eighth one: the error is that of the plan."""
         kernel = torch.tensor(rng(0).uniform(-6, 0, (5, 7)))
-        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 19, ") as said:
+        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 19, .*epsilon") as said:
             with Operations() as operations:
                 f, g, error = couple(kernel, 0.0, max_steps=19)
         assert len(operations.reads()) == 3 and len(said) == 1  # at steps 8, 16 and 19
