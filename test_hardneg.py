@@ -400,13 +400,13 @@ def edited(name, function):
     @wraps(function)
     def edit(*arguments, **options):
         result = function(*arguments, **options)
+        if name in hardneg.WEIGHTS:
+            return 0.3 * arguments[0]  # the logits
         if name == "sinkhorn":
             return result[0], result[1] + torch.linspace(0, 1, len(result[1])), result[2]
-        if name == "answer":
-            return 2 * result[0], *result[1:]
-        if name == "published":
-            return 0.7 * result[0], result[1]
-        return 0.3 * arguments[0] if name in hardneg.WEIGHTS else 0.7 * result  # [0]: logits
+        if isinstance(result, tuple):
+            return 0.7 * result[0], *result[1:]
+        return 0.7 * result
 
     return edit
 
@@ -605,7 +605,7 @@ test_hardneg.refuse(group, rank)
 torch.distributed.barrier()
 os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
 """
-VARIANTS = [{}, {"block_size": 4}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2, 3, 2]}]
+VARIANTS = [{}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2, 3, 2]}]
 VARIANTS += [{"detach_weights": False, "block_size": 5}, {"absolute_margin": -0.3}]
 VARIANTS += [{"tau_plus": 0.05, "temperature": 0.7}, {"negatives": embeddings(1, 7, 4)}]
 VARIANTS += [{"negatives": embeddings(3, 6, 2, 4)}, {"negative_mask": embeddings(2, 6, 6) > -0.5}]
@@ -615,8 +615,11 @@ VARIANTS += [{"detach_weights": False}]
 def refuse(group, rank):
     """Let both ranks refuse what only one of them has, and then go on."""
     x = embeddings(rank, 2, 4, 3)
-    with refused("^views differ between ranks"):
-        contrastive_loss(*x[:, : 3 + rank], group=group)
+    for views in (x[: 1 + rank], x[:, : 3 + rank], x[..., : 2 + rank]):
+        with refused("^views differ between ranks"):
+            contrastive_loss(*views, labels=torch.arange(views.shape[1]), group=group)
+    with refused("^negatives differs between ranks"):
+        contrastive_loss(*x, negatives=x[0], group=group)
     broken = x.clone()
     broken[0, 1, 2] = math.nan if rank == 1 else 0.0
     with pytest.raises(hardneg.NotFinite, match="^views of rank 1 have NaN"):
@@ -689,9 +692,6 @@ def losses_of(group):
         views = [encoder(view[share]) for view in inputs[:v]]
         add(contrastive_loss(*views, loss=loss, group=group, **options))
     images, texts, given = (encoder(view[share]) for view in inputs)
-    for one, other in ((images, texts), (texts, images)):  # CLIP
-        rows = hardneg.gather(other, group)
-        add(contrastive_loss(one, other, negatives=rows, positive_index=share, group=group))
     for value in of_one_view(images, texts, share, group):
         add(value)
     found += in_few(encoder, inputs[:2, share].flatten(0, 1), group)
@@ -704,8 +704,6 @@ def losses_of(group):
     options = {"objective": without_candidates, "log_weights": marks, "group": group}
     for size in (0, 4):
         add(contrastive_loss(images, texts, block_size=size, **options))
-    rows = torch.stack([texts, given], 1)  # of each anchor's own
-    add(contrastive_loss(images, texts, negatives=rows, block_size=2, group=group))
     warm = 0.2 + encoder.weight.square().mean()  # a temperature with a gradient
     add(contrastive_loss(images, texts, temperature=warm, block_size=4, group=group))
     # on rank 0 the function learns something, so this rank does without blocks, and rank 1 does not
@@ -715,12 +713,10 @@ def losses_of(group):
     add(contrastive_loss(images, texts, **options))
     compiled = torch.compile(contrastive_loss, backend="aot_eager")
     add(compiled(images, texts, loss="ot", block_size=4, group=group))
-    rows = hardneg.gather(torch.stack([texts, given], 1), group).flatten(0, 1)  # a ranking loss
-    options = {"negatives": rows, "positive_index": 2 * share, "loss": "ot", "group": group}
-    add(contrastive_loss(images, texts, **options))
-    rows = torch.cat([texts, given])  # the README's order
+    rows = torch.cat([texts, given])  # as `gather` says
+    options = {"negatives": hardneg.gather(rows, group), "loss": "ot", "group": group}
     options["positive_index"] = rank * len(rows) + torch.arange(len(share))
-    add(contrastive_loss(images, texts, **options | {"negatives": hardneg.gather(rows, group)}))
+    add(contrastive_loss(images, texts, **options))
     return found
 
 
@@ -845,12 +841,6 @@ class TestSinkhorn:
         with refused("^max_steps is 0; it must be "):
             couple(torch.zeros(2, 2), max_steps=0)
 
-    @given(**SEEDS)
-    def test_exact_rows_do_not_stop_the_first_step(self, seed):
-        kernel = embeddings(seed, 3, 4).log_softmax(1) - math.log(3)
-        f, g, _ = couple(kernel)
-        close(torch.exp(f[:, None] + kernel + g).sum(0), np.full(4, 0.25), 1e-11)
-
     def test_nan_stops_it(self):
         kernel = Mock(return_value=[torch.full((3, 3), math.nan)])
         hardneg.sinkhorn(kernel)
@@ -868,21 +858,7 @@ class TestSinkhorn:
 
 # ---- Section 3: objectives
 class TestObjectives:
-    """What does not count in any of them, and what stays apart."""
-
-    FILLED = {"filling": st.sampled_from([-1e30, -1.0, 0.3, 50.0])}
-
-    @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    @given(**SEEDS, **FILLED, tau_plus=st.sampled_from([0.0, 0.1]))
-    def test_candidates_without_weight_do_not_count(self, objective, seed, filling, tau_plus):
-        pos, neg = embeddings(seed, 4, 2), normal(seed + 1, 4, 5)
-        log_w, found = masked_logits(seed, 4, 5), []
-        for values in (neg, np.where(log_w == -INF, filling, neg)):
-            leaf = torch.tensor(values, requires_grad=True)
-            losses = judge(objective, pos, leaf, log_w, tau_plus=tau_plus)
-            found.append(with_slope(losses, leaf))
-        same(*found, 1e-12)
-        assert (numpy(found[1][1])[log_w == -INF] == 0).all()
+    """Anchors stay apart in all of them."""
 
     @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
     def test_nan_of_one_anchor_stays_with_it(self, objective):
@@ -1175,28 +1151,21 @@ class TestNamedPositives:
 class TestFunctions:
     """Own functions may be the `weights`, the `objective` or both: `weigh` takes them."""
 
-    @pytest.mark.parametrize("weights", [name for name in hardneg.WEIGHTS if not couples(name)])
+    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
     @at_least(20)
     @given(**SEEDS, v=st.integers(2, 3), k=st.sampled_from([0, 4]), data=st.data())
-    def test_are_as_named_ones(self, weights, seed, v, k, data):
+    def test_an_own_objective_is_as_a_named_one(self, weights, seed, v, k, data):
         x, objective = normal(seed, 4 * v + k, 3), data.draw(SAMPLES["objective"])
         of_call = "temperature", "block_size", "detach_weights"
         rule, judgement = functions_of(weights, objective)
-        of_rule, of_objective = (data.draw(samples_of(f)) for f in (rule, judgement))
-        options = data.draw(samples_of(others=of_call)) | {"tau_plus": 0.0}
-        t = options["temperature"]
+        of_objective = data.draw(samples_of(judgement))
+        named = data.draw(samples_of(rule, others=of_call)) | {"weights": weights, "tau_plus": 0.0}
 
-        def own_weigh(logits):
-            return log_weights(weights, logits, **of_rule)
+        def own(pos, neg, log_w):
+            return judge(objective, pos, neg, log_w, named["temperature"], **of_objective)
 
-        def own_judge(pos, neg, log_w):
-            return judge(objective, pos, neg, log_w, t, **of_objective)
-
-        named = {"weights": weights, "objective": objective}
-        named |= options | of_rule | of_objective
-        wanted = ours(x, v, k, **named | {"block_size": 0})
-        for own in ({"weights": own_weigh}, {"objective": own_judge}):
-            same(ours(x, v, k, **named | own), wanted, 1e-10)
+        wanted = ours(x, v, k, **named | of_objective | {"objective": objective, "block_size": 0})
+        same(ours(x, v, k, **named | {"objective": own}), wanted, 1e-10)
 
     LEARNED = {"part": st.sampled_from(["weights", "objective", "tilted"])}
     LEARNED |= {"kind": st.sampled_from(["leaf", "computed", "module"]), "size": st.integers(1, 13)}
@@ -1206,8 +1175,8 @@ class TestFunctions:
     @given(**SEEDS, **LEARNED)
     def test_parameters_may_enter_any_anchors(self, seed, part, size, kind, reduction, least):
         """Those with a logit above `least`; a block of others knows nothing of the parameters. So
-        may those of a row of rules that was edited."""
-        x = embeddings(seed, 2, 6, 3).requires_grad_()
+        may those of a row of rules that was edited. Two anchors have no positive."""
+        x, labels = embeddings(seed, 12, 3).requires_grad_(), [0, 1, 2, 2, 3, 3, *[4, 5] * 3]
         torch.manual_seed(seed)
         module = nn.Linear(1, 1).double()
         scale = module.weight.exp()  # a graph before it, which may be needed more than once
@@ -1231,17 +1200,11 @@ class TestFunctions:
             with pytest.MonkeyPatch.context() as patch:
                 replace(patch, "tilted", lambda logits: function(logits))
                 options = given | {"reduction": reduction, "block_size": block_size}
-                value = contrastive_loss(*x, **options)
+                value = contrastive_loss(x, labels=labels, **options)
                 value = (value * embeddings(1, *value.shape)).sum()
                 gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
             found.append([0 * x if y is None else y for y in (value.detach(), *gradients)])
         all_close(*found, 1e-12)
-
-    def test_anchors_without_a_positive_are_counted_in_every_block(self):
-        x, scale = embeddings(1, 6, 3), nn.Parameter(torch.ones(()))
-        given = {"labels": [0, 1, 2, 2, 3, 3]}
-        given["objective"] = lambda pos, neg, log_w: scale * (neg.logsumexp(1) - pos.amax(1))
-        close(*[contrastive_loss(x, block_size=size, **given) for size in (0, 2)], 1e-12)
 
     def test_may_be_random(self):
         x = embeddings(1, 2, 6, 3).requires_grad_()  # whose candidates the loss does not read
@@ -1257,18 +1220,14 @@ class TestFunctions:
     FUNCTIONS = [torch.neg, lambda s: s.clamp_min(-1e15).square()]
     FUNCTIONS += [lambda s: -torch.log(1 + (-s).exp())]
 
-    @pytest.mark.parametrize("objective", ["nce", "decoupled", "own"])
+    @pytest.mark.parametrize("objective", ["nce", "decoupled"])
     @pytest.mark.parametrize("tau_plus", [0.0, 0.1])
     @pytest.mark.parametrize("function", FUNCTIONS)
     def test_do_not_count_for_anchors_without_candidates(self, objective, tau_plus, function):
-        def judge(pos, neg, log_w):
-            assert (neg == -1e30).all()  # the row that says so
-            return (neg + log_w).logsumexp(1) + 0 * pos.sum(1)
-
         x, y = embeddings(2, 2, 4, 3).requires_grad_()
-        options = {"weights": function, "objective": judge if objective == "own" else objective}
-        loss = contrastive_loss(x, y, labels=[0] * 4, tau_plus=tau_plus, **options)
-        assert objective == "own" or loss == 0
+        options = {"weights": function, "objective": objective, "tau_plus": tau_plus}
+        loss = contrastive_loss(x, y, labels=[0] * 4, **options)
+        assert loss == 0
         assert torch.autograd.grad(loss, x)[0].abs().max() == 0
 
     @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
@@ -1304,21 +1263,11 @@ class TestContrastiveLossModule:
         hinges = hardneg.ContrastiveLoss("hcl", objective="triplet", tau_plus=0.1)
         assert hinges.options["tau_plus"] == 0  # they are not debiased
 
-    @pytest.mark.parametrize("name", ["weights", "objective"])
-    def test_a_module_as_a_part_is_trained(self, name):
-        class Shift(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.shift = nn.Parameter(torch.tensor(0.5))
-
-            def forward(self, *logits):
-                return self.shift * (logits[0] if name == "weights" else logits[0].sum(1))
-
-        criterion = hardneg.ContrastiveLoss(**{name: Shift()})
-        assert [*criterion.state_dict()] == [f"{name}.shift"]
-        encoder, method = hardneg.Encoder(size=16), hardneg.SimCLR(criterion)
-        next(iter(hardneg.Training(encoder, IMAGES, method, epochs=1)))
-        assert next(criterion.parameters()) != 0.5
+    def test_a_module_as_a_part_is_learned(self):
+        criterion = hardneg.ContrastiveLoss(weights=nn.PReLU())
+        assert [*criterion.state_dict()] == ["weights.weight"]
+        criterion(*embeddings(1, 2, 4, 3).float()).backward()
+        assert criterion.weights.weight.grad != 0
 
     def test_a_learned_temperature_is_a_parameter(self):
         x, y = embeddings(3, 2, 4, 3)
@@ -1937,51 +1886,6 @@ class TestRows:
         for name in hardneg.DEFAULTS.keys() & defaults:
             assert hardneg.DEFAULTS[name] == defaults[name], name
 
-    def test_rows_name_what_is_there(self):
-        """What a function's parameters name is filled in, so a misspelt one fails here."""
-        options = hardneg.DEFAULTS.keys() - {"temperature"}  # t is the one that blocks know
-        of_rules = {"logits", "candidates", "potential", "t", *options}
-        of_objectives = {"pos", "neg", "log_w", "log_negatives", "t", *options}
-        for name, (rule, mean) in hardneg.WEIGHTS.items():
-            assert set(hardneg.takes(rule)) <= of_rules and mean in ("one", "scaled", "any"), name
-            assert rule.__code__.co_kwonlyargcount == 0, name
-        for name, (objective, by_label) in hardneg.OBJECTIVES.items():
-            assert set(hardneg.takes(objective)) <= of_objectives, name
-            assert isinstance(by_label, bool), name
-        for name, (weights, objective, _) in hardneg.PRESETS.items():
-            assert weights in hardneg.WEIGHTS and objective in hardneg.OBJECTIVES, name
-
-    @pytest.mark.parametrize("name", hardneg.WEIGHTS)
-    @given(**MATRICES, data=st.data())
-    def test_a_rule_weighs_each_row_alone(self, name, seed, a, n, data):
-        """It keeps what is masked, changes nothing in place, and has the logits' shape."""
-        drawn = data.draw(samples_of(hardneg.WEIGHTS[name][0]))
-        options = hardneg.resolve({"weights": name} | drawn)
-        logits = masked(masked_logits(seed, a, n, 0.3, empty=a > 1))
-        logits = torch.where(logits < hardneg.FAR, logits, logits.tanh())  # cosines, as t is 1
-        before = logits.clone()
-        found = hardneg.by_rule(logits, logits, 0.0, 1.0, options)
-        assert found.shape == logits.shape and torch.equal(logits, before)
-        assert (found[logits < hardneg.FAR] < hardneg.FAR).all()
-        # the row's word on the mean of the weights of an anchor that has candidates
-        counts = (logits > hardneg.FAR).sum(1)
-        weights, some = found.exp()[counts > 0], counts[counts > 0]
-        if options["weight_mean"] == "one":
-            close(weights.sum(1), some.double(), 1e-12)
-        if options["weight_mean"] == "scaled":
-            assert (weights > 0).any(1).all()
-        for row in range(a):
-            alone = hardneg.by_rule(logits[[row]], logits[[row]], 0.0, 1.0, options)
-            close(alone.clamp_min(-99), found[[row]].clamp_min(-99), 1e-12)
-        # positives that lie below all candidates, or by rounding beyond 1
-        for value in (-1.0, 1 + 1e-6):
-            positives = torch.full((a, 2), value, dtype=logits.dtype, requires_grad=True)
-            of_positives = hardneg.by_rule(positives, logits, 0.0, 1.0, options)
-            assert of_positives.isfinite().all()
-            if of_positives.requires_grad:
-                of_positives.sum().backward()
-                assert positives.grad.isfinite().all()
-
     def test_an_option_is_one_entry(self):
         """Its sentences are in the help, its default is allowed, and a function reads it."""
         for help_text in (contrastive_loss.__doc__, hardneg.ContrastiveLoss.__doc__):
@@ -2007,36 +1911,30 @@ class TestWhatIsReadRuns:
     EDITS += [("by_rule", {"loss": "hcl"}), ("answer", {"loss": "hcl"})]
     CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 600)]
     CASES += [(*edit, 128, "none") for edit in EDITS] + [("tilted", {"loss": "hcl"}, 600, "none")]
+    PATHS = itertools.product((128, 600), ("evaluation", "statistics", "compiled"))
+    CASES += [("tilted", {"loss": "hcl"}, *path) for path in PATHS]
 
-    @pytest.mark.parametrize("name, options, samples, reduction", CASES)
-    def test_an_edit_changes_the_gradient(self, monkeypatch, name, options, samples, reduction):
+    @pytest.mark.parametrize("name, options, samples, asked", CASES)
+    def test_an_edit_changes_what_is_asked_for(self, monkeypatch, name, options, samples, asked):
+        """Most often a gradient, of a mean or of the losses."""
         torch.manual_seed(0)
         x, y = torch.randn(2, samples, 4).requires_grad_()
-
-        def gradient():
-            return with_slope(contrastive_loss(x, y, reduction=reduction, **options), x)[1]
-
-        before = gradient()
-        replace(monkeypatch, name, edited(name, getattr(hardneg, name)))
-        assert (gradient() - before).norm() > 1e-3 * before.norm()
-
-    @pytest.mark.parametrize("path", ["evaluation", "statistics", "compiled", "compiled blocks"])
-    def test_an_edit_reaches_every_path(self, monkeypatch, path):
-        torch.manual_seed(0)
-        x, y = torch.randn(2, 8, 4)
-        loss = partial(contrastive_loss, loss="hcl", block_size=0 if path == "compiled" else 3)
+        loss = partial(contrastive_loss, x, y, **options)
 
         def outcome():
-            torch._dynamo.reset()
-            if path == "statistics":
-                return loss(x, y, return_stats=True)[1]["ess"]
-            function = torch.compile(loss, backend="eager") if "compiled" in path else loss
-            with torch.set_grad_enabled(path != "evaluation"):
-                return function(x, y)
+            if asked == "evaluation":
+                with torch.no_grad():
+                    return loss()
+            if asked == "statistics":
+                return loss(return_stats=True)[1]["ess"]
+            if asked == "compiled":
+                torch._dynamo.reset()
+                return torch.compile(loss, backend="eager")()
+            return with_slope(loss(reduction=asked), x)[1]
 
         before = outcome()
-        replace(monkeypatch, "tilted", edited("tilted", hardneg.tilted))
-        assert abs(outcome() - before) > 1e-3
+        replace(monkeypatch, name, edited(name, getattr(hardneg, name)))
+        assert (outcome() - before).norm() > 1e-3 * before.norm()
 
 
 class TestReadyForAGPU:
@@ -2075,15 +1973,14 @@ class TestReadyForAGPU:
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
     @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-    @pytest.mark.parametrize("device, most", [("cuda", 1000), ("cpu", 20_000)])
-    def test_a_gpu_couples_in_few_launches(self, as_on_a_gpu, monkeypatch, device, most):
+    def test_a_gpu_couples_in_few_launches(self, as_on_a_gpu, monkeypatch):
         """Eight steps of Sinkhorn, after which the error is looked at, on 8192 × 8192 pairs."""
         monkeypatch.setattr(hardneg, "_stops", lambda error, step, *_: step == 8)
         with FakeTensorMode(), torch.no_grad(), Operations() as operations:
-            x = torch.empty(4096, 8, device=device)
+            x = torch.empty(4096, 8, device="cuda")
             contrastive_loss(x, x, loss="ot")
         launches = [name for name in operations.names if name not in ("device", "detach")]
-        assert most / 4 < len(launches) < most
+        assert 250 < len(launches) < 1000
 
     def test_finding_stays_on_the_device(self):
         """There are no values to read on a fake one."""
@@ -2144,20 +2041,10 @@ class TestGather:
             close(*found, 1e-12)
             with pytest.raises(hardneg.NotFinite, match="^negatives has NaN"):
                 contrastive_loss(x, x + 1, negatives=x * math.nan, group=group)
-            with monkeypatch.context() as patch:  # a sum over ranks is not seen by others
-                patch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(2))
-                both = hardneg.gather(x.T, group) + x.T
-                close(torch.autograd.grad(both, x, torch.ones(4, 3).double())[0], 0 * x + 3, 0)
-            for more in torch.eye(3, 4, dtype=torch.long):
-                with monkeypatch.context() as patch:
-                    patch.setattr(hardneg, "gather", lambda x, _, y=more: torch.cat([x, x + y]))
-                    there = ", ".join(map(str, (torch.tensor([2, 3, 4]) + more[:3]).tolist()))
-                    with refused(rf"views differ.*\[{there}\].*\[2, 3, 4\]"):
-                        contrastive_loss(x, x, group=group)
-            monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
-            monkeypatch.setattr(hardneg, "_check_ranks", lambda *_: None)
-            with refused("^negatives differs between ranks"):
-                contrastive_loss(x, x, negatives=x, group=group)
+            # a sum over ranks is not seen by others
+            monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(2))
+            both = hardneg.gather(x.T, group) + x.T
+            close(torch.autograd.grad(both, x, torch.ones(4, 3).double())[0], 0 * x + 3, 0)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -2728,25 +2615,21 @@ class TestTraining:
         assert told == pytest.approx(wanted)
 
     PLACE = np.arange(100) / 100  # in a run
-    RECIPES = [  # name, weight decay, epochs, rates
-        ("adamw", 1e-4, 16, np.minimum(10 * PLACE + 0.1, 1) * (1 + np.cos(np.pi * PLACE)) / 2),
-        ("sgd", 5e-4, 200, [1] * 80 + [0.1] * 15 + [0.01] * 5),
-        ("adam", 1e-6, 400, [1] * 100),
+    COSINE = np.minimum(10 * PLACE + 0.1, 1) * (1 + np.cos(np.pi * PLACE)) / 2  # after a warm-up
+    RECIPES = [  # optimizer; epochs, batch size, rate, weight decay; factors of the rate
+        ("AdamW", (16, 256, 8e-3, 1e-4), COSINE),
+        ("SGD", (200, 128, 0.03, 5e-4), [1] * 80 + [0.1] * 15 + [0.01] * 5),
+        ("Adam", (400, 256, 1e-3, 1e-6), [1] * 100),
     ]
-    SETTINGS = {
-        "adamw": (256, 8e-3, "AdamW"),
-        "sgd": (128, 0.03, "SGD"),
-        "adam": (256, 1e-3, "Adam"),
-    }
 
-    @pytest.mark.parametrize("recipe, decay, epochs, wanted", RECIPES)
-    def test_recipes(self, recipe, decay, epochs, wanted):
+    @pytest.mark.parametrize("optimizer, settings, wanted", RECIPES)
+    def test_recipes(self, optimizer, settings, wanted):
+        recipe, (epochs, *_, decay) = optimizer.lower(), settings
         training = begin(IMAGES[:2], recipe=recipe, epochs=100, lr=1e-6)
         rates = [1e6 * training.optimizer.param_groups[0]["lr"] for _ in training]
         close(rates, wanted, 1e-12)
-        settings = hardneg.RECIPES[recipe]
-        found = settings["batch_size"], settings["lr"], type(training.optimizer).__name__
-        assert found == self.SETTINGS[recipe]
+        assert type(training.optimizer).__name__ == optimizer
+        assert tuple(hardneg.RECIPES[recipe].values()) == settings
         learned = nn.Parameter(torch.tensor(0.4))
         method = hardneg.SimCLR(hardneg.ContrastiveLoss("hcl", temperature=learned))
         encoder = hardneg.Encoder(size=16)
@@ -2829,7 +2712,6 @@ class TestTraining:
         ("size", r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. "),
         ("objective", "^objective is nce. For pairs it must be ppcl"),
         ("too few", r"^len\(images\) is 1; it must be a whole number from 2 "),
-        ("momentum", "^momentum is 1.0; it must be a number from 0 to 0.9+$"),
         ("setting", "^a setting is 'rate'; it must be one of epochs, batch_size, lr, weight_decay"),
     ]
 
@@ -2851,7 +2733,6 @@ class TestTraining:
             "size": lambda: tiny_game().imitate(random_images(4, 16)),
             "objective": lambda: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
             "too few": lambda: begin(IMAGES[:1]),
-            "momentum": lambda: tiny_game(momentum=1.0),
             "setting": lambda: begin(IMAGES, rate=1.0),
         }
         with refused(said):
