@@ -31,7 +31,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng as rng
-from scipy.optimize import linear_sum_assignment, linprog
+from scipy.optimize import linprog
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -400,13 +400,13 @@ def edited(name, function):
     @wraps(function)
     def edit(*arguments, **options):
         result = function(*arguments, **options)
+        if name in hardneg.WEIGHTS:
+            return 0.3 * arguments[0]  # the logits
         if name == "sinkhorn":
             return result[0], result[1] + torch.linspace(0, 1, len(result[1])), result[2]
-        if name == "answer":
-            return 2 * result[0], *result[1:]
-        if name == "published":
-            return 0.7 * result[0], result[1]
-        return 0.3 * arguments[0] if name in hardneg.WEIGHTS else 0.7 * result  # [0]: logits
+        if isinstance(result, tuple):
+            return 0.7 * result[0], *result[1:]
+        return 0.7 * result
 
     return edit
 
@@ -605,7 +605,7 @@ test_hardneg.refuse(group, rank)
 torch.distributed.barrier()
 os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
 """
-VARIANTS = [{}, {"block_size": 4}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2, 3, 2]}]
+VARIANTS = [{}, {"reduction": "sum"}, {"labels": [0, 1, 0, 2, 3, 2]}]
 VARIANTS += [{"detach_weights": False, "block_size": 5}, {"absolute_margin": -0.3}]
 VARIANTS += [{"tau_plus": 0.05, "temperature": 0.7}, {"negatives": embeddings(1, 7, 4)}]
 VARIANTS += [{"negatives": embeddings(3, 6, 2, 4)}, {"negative_mask": embeddings(2, 6, 6) > -0.5}]
@@ -615,8 +615,11 @@ VARIANTS += [{"detach_weights": False}]
 def refuse(group, rank):
     """Let both ranks refuse what only one of them has, and then go on."""
     x = embeddings(rank, 2, 4, 3)
-    with refused("^views differ between ranks"):
-        contrastive_loss(*x[:, : 3 + rank], group=group)
+    for views in (x[: 1 + rank], x[:, : 3 + rank], x[..., : 2 + rank]):
+        with refused("^views differ between ranks"):
+            contrastive_loss(*views, labels=torch.arange(views.shape[1]), group=group)
+    with refused("^negatives differs between ranks"):
+        contrastive_loss(*x, negatives=x[0], group=group)
     broken = x.clone()
     broken[0, 1, 2] = math.nan if rank == 1 else 0.0
     with pytest.raises(hardneg.NotFinite, match="^views of rank 1 have NaN"):
@@ -689,9 +692,6 @@ def losses_of(group):
         views = [encoder(view[share]) for view in inputs[:v]]
         add(contrastive_loss(*views, loss=loss, group=group, **options))
     images, texts, given = (encoder(view[share]) for view in inputs)
-    for one, other in ((images, texts), (texts, images)):  # CLIP
-        rows = hardneg.gather(other, group)
-        add(contrastive_loss(one, other, negatives=rows, positive_index=share, group=group))
     for value in of_one_view(images, texts, share, group):
         add(value)
     found += in_few(encoder, inputs[:2, share].flatten(0, 1), group)
@@ -704,8 +704,6 @@ def losses_of(group):
     options = {"objective": without_candidates, "log_weights": marks, "group": group}
     for size in (0, 4):
         add(contrastive_loss(images, texts, block_size=size, **options))
-    rows = torch.stack([texts, given], 1)  # of each anchor's own
-    add(contrastive_loss(images, texts, negatives=rows, block_size=2, group=group))
     warm = 0.2 + encoder.weight.square().mean()  # a temperature with a gradient
     add(contrastive_loss(images, texts, temperature=warm, block_size=4, group=group))
     # on rank 0 the function learns something, so this rank does without blocks, and rank 1 does not
@@ -715,12 +713,10 @@ def losses_of(group):
     add(contrastive_loss(images, texts, **options))
     compiled = torch.compile(contrastive_loss, backend="aot_eager")
     add(compiled(images, texts, loss="ot", block_size=4, group=group))
-    rows = hardneg.gather(torch.stack([texts, given], 1), group).flatten(0, 1)  # a ranking loss
-    options = {"negatives": rows, "positive_index": 2 * share, "loss": "ot", "group": group}
-    add(contrastive_loss(images, texts, **options))
-    rows = torch.cat([texts, given])  # the README's order
+    rows = torch.cat([texts, given])  # as `gather` says
+    options = {"negatives": hardneg.gather(rows, group), "loss": "ot", "group": group}
     options["positive_index"] = rank * len(rows) + torch.arange(len(share))
-    add(contrastive_loss(images, texts, **options | {"negatives": hardneg.gather(rows, group)}))
+    add(contrastive_loss(images, texts, **options))
     return found
 
 
@@ -780,32 +776,6 @@ class TestWeights:
         shares = (masked(x)[some].log_softmax(1) for x in (found_pos, np.array(wanted_pos)))
         close(*map(infinite, shares), 1e-10)
 
-    @pytest.mark.parametrize("name", hardneg.WEIGHTS)
-    @at_least(30)
-    @given(**MATRICES, tied=BOOLEANS, data=st.data())
-    def test_a_positive_is_weighed_as_a_candidate(self, name, seed, a, n, tied, data):
-        """To the bit, at the logits of candidates, masked ones, too."""
-        drawn = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
-        options, t = hardneg.resolve({"weights": name} | drawn), drawn["temperature"]
-        cosines = masked_logits(seed, a, n, empty=a > 1) / 2
-        neg = masked((np.round(cosines) if tied else cosines) / t)
-        places = torch.tensor(rng(seed).integers(n, size=(a, 3)))
-        of_neg = hardneg.by_rule(neg, neg, 0.0, t, options)
-        of_pos = hardneg.by_rule(neg.gather(1, places), neg, 0.0, t, options)
-        assert torch.equal(of_pos, of_neg.gather(1, places))
-
-    @pytest.mark.parametrize("name", RULES)
-    @given(**SEEDS, n=st.integers(1, 6), tied=BOOLEANS, data=st.data())
-    def test_so_does_the_oracle(self, name, seed, n, tied, data):
-        known = data.draw(samples_of(hardneg.WEIGHTS[name][0], others=["temperature"]))
-        cosines, places = rng(seed).uniform(-1, 1, n), rng(seed).integers(n, size=3)
-        s = ((np.round(cosines) if tied else cosines) / known["temperature"]).tolist()
-        known |= {"candidates": s, "f": 0.3, "g": [0.0] * n}
-        of_neg = oracle._fill_in(oracle.RULES[name], known | {"logits": s})
-        known |= {"logits": [s[j] for j in places], "g": [0.0] * 3}
-        of_pos = oracle._fill_in(oracle.RULES[name], known)
-        assert of_pos == [of_neg[j] for j in places]
-
 
 class TestSinkhorn:
     """The coupling has uniform marginals, respects its masks, and reports its own error."""
@@ -832,21 +802,6 @@ class TestSinkhorn:
             for dim in (0, 1):
                 close(plan.sum(dim), allowed.any(dim) / allowed.any(dim).sum(), 1e-11)
 
-    def test_a_masked_sample_has_no_error(self):
-        x = embeddings(1, 6, 3)
-        kernel = (x @ x.T).fill_diagonal_(-INF)
-        kernel[2] = kernel[:, 2] = -INF
-        f, g, error = couple(kernel)
-        assert error <= 1e-12
-        rows = torch.exp(f[:, None] + kernel + g).sum(1)
-        close(rows, np.array([1, 1, 0, 1, 1, 1]) / 5, 1e-11)
-
-    def test_nothing_allowed_is_no_error(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            f, g, error = couple(torch.full((3, 4), -INF, dtype=torch.float64))
-        assert error == 0 and finite(f, g)
-
     @pytest.mark.parametrize("tolerance, steps", [(None, 1000), (0.01, 1000), (0.0, 2)])
     @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
     @given(**MATRICES)
@@ -864,37 +819,18 @@ class TestSinkhorn:
         usual = {torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
         assert steps < 1000 or error <= (tolerance or usual)
 
-    def test_says_that_it_has_not_converged(self):
-        with pytest.warns(UserWarning, match="^Sinkhorn.*epsilon"):
-            couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 0.0, max_steps=2)
+    def test_has_converged_if_nothing_is_allowed_or_the_last_step_suffices(self):
+        nothing = torch.full((3, 4), -INF, dtype=torch.float64)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            f, g, error = couple(nothing)
             couple(torch.tensor(rng(0).uniform(-6, 0, (5, 5))), 2.0, max_steps=1)
-
-    @pytest.mark.parametrize("seed", range(10))
-    def test_takes_means_as_long_as_that_halves_the_error(self, seed):
-        n, steps = (3, 6) if seed % 2 else (5, 6)
-        kernel = rng(seed).uniform(-3, 0, (n, n))
-        if seed % 2:  # as without own samples: each mean leaves 3/8 of the error
-            kernel = kernel + kernel.T - 20 * np.eye(n)
-        f, g, error, means = np.zeros(n), np.zeros(n), INF, True
-        for step in range(steps):
-            rows = np.exp(kernel + g).sum(1)
-            if step > 0:
-                before, error = error, np.abs(np.exp(f) * rows - 1).mean()
-                means = means and error < before / 2
-            f = -np.log(rows)
-            g = -np.log(np.exp(kernel + f[:, None]).sum(0))
-            if means:
-                f = g = (f + g) / 2
-        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 6"):
-            found = couple(torch.tensor(kernel), 0.0, steps)
-        all_close(found[:2], (f - np.log(n), g), 1e-12)
+        assert error == 0 and finite(f, g)
 
     def test_its_last_step_is_looked_at_on_a_gpu(self, as_on_a_gpu):
         """Also if it is no eighth one: the error is that of the plan."""
         kernel = torch.tensor(rng(0).uniform(-6, 0, (5, 7)))
-        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 19, ") as said:
+        with pytest.warns(UserWarning, match="^Sinkhorn stopped at step 19, .*epsilon") as said:
             with Operations() as operations:
                 f, g, error = couple(kernel, 0.0, max_steps=19)
         assert len(operations.reads()) == 3 and len(said) == 1  # at steps 8, 16 and 19
@@ -904,12 +840,6 @@ class TestSinkhorn:
     def test_refuses_to_take_no_step(self):
         with refused("^max_steps is 0; it must be "):
             couple(torch.zeros(2, 2), max_steps=0)
-
-    @given(**SEEDS)
-    def test_exact_rows_do_not_stop_the_first_step(self, seed):
-        kernel = embeddings(seed, 3, 4).log_softmax(1) - math.log(3)
-        f, g, _ = couple(kernel)
-        close(torch.exp(f[:, None] + kernel + g).sum(0), np.full(4, 0.25), 1e-11)
 
     def test_nan_stops_it(self):
         kernel = Mock(return_value=[torch.full((3, 3), math.nan)])
@@ -927,30 +857,6 @@ class TestSinkhorn:
 
 
 # ---- Section 3: objectives
-class TestObjectives:
-    """What does not count in any of them, and what stays apart."""
-
-    FILLED = {"filling": st.sampled_from([-1e30, -1.0, 0.3, 50.0])}
-
-    @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    @given(**SEEDS, **FILLED, tau_plus=st.sampled_from([0.0, 0.1]))
-    def test_candidates_without_weight_do_not_count(self, objective, seed, filling, tau_plus):
-        pos, neg = embeddings(seed, 4, 2), normal(seed + 1, 4, 5)
-        log_w, found = masked_logits(seed, 4, 5), []
-        for values in (neg, np.where(log_w == -INF, filling, neg)):
-            leaf = torch.tensor(values, requires_grad=True)
-            losses = judge(objective, pos, leaf, log_w, tau_plus=tau_plus)
-            found.append(with_slope(losses, leaf))
-        same(*found, 1e-12)
-        assert (numpy(found[1][1])[log_w == -INF] == 0).all()
-
-    @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    def test_nan_of_one_anchor_stays_with_it(self, objective):
-        neg = torch.tensor([[0.1, math.nan], [0.1, 0.2]])
-        losses = judge(objective, torch.tensor([[0.5], [0.0]]), neg, torch.zeros(2, 2))
-        assert losses.isnan().tolist() == [True, False]
-
-
 class TestDebiased:
     """False negatives are subtracted, down to a floor."""
 
@@ -1001,7 +907,7 @@ class TestContrastiveLoss:
 
     ANSWERS = [(loss, None, None) for loss in oracle.PRESETS]
     ANSWERS += [("hcl", *pair) for pair in itertools.product([*RULES, thrice, far], OBJECTIVES)]
-    SHAPES = {**BATCHES, "v": st.integers(1, 3), "k": st.integers(1, 5)}
+    SHAPES = {**BATCHES, "v": st.integers(1, 3), "b": st.integers(1, 4), "k": st.integers(1, 5)}
     SHAPES |= {"where": st.sampled_from(["batch", "bank", "each"])}
     MASKS = {"hidden": st.just(0) | st.floats(0, 0.8)}
     MASKS |= {"masks": st.sampled_from(["", "labels", "positive_index", "labels, positive_index"])}
@@ -1152,9 +1058,6 @@ class TestContrastiveLoss:
 
     def test_statistics_are_of_the_first_pairs(self):
         x, y = embeddings(0, 2, 1000, 4)
-        _, stats = contrastive_loss(x, y, return_stats=True)
-        first = 2**20 // 2000
-        close(stats["positive"], F.cosine_similarity(x, y)[:first].mean(), 1e-12)
         rows = embeddings(1, 1000, 1100, 4)  # of each anchor's own
         _, stats = contrastive_loss(x, y, negatives=rows, return_stats=True)
         first = 2**20 // 1100
@@ -1173,16 +1076,6 @@ class TestContrastiveLoss:
 
 class TestNamedPositives:
     """One view has positives by `labels` or by `positive_index`; what cannot be meant is told."""
-
-    def test_rows_are_classes(self):
-        """MultipleNegativesRankingLoss is the cross-entropy of choosing the own row."""
-        x, rows, index = embeddings(1, 4, 3), embeddings(2, 9, 3), torch.tensor([3, 1, 8, 0])
-        found = contrastive_loss(x, negatives=rows, positive_index=index, temperature=0.05)
-        logits = hardneg.unit(x) @ hardneg.unit(rows).T / 0.05
-        close(found, F.cross_entropy(logits, index), 1e-12)
-        each = rows[torch.arange(9).roll(2)].expand(4, 9, 3)
-        found = contrastive_loss(x, negatives=each, positive_index=index + 2 - 9 * (index > 6))
-        close(found, contrastive_loss(x, negatives=rows, positive_index=index), 1e-12)
 
     def test_sampled_candidates_have_corrected_logits(self):
         """logQ: a candidate that is drawn with probability q has the logit s − log q."""
@@ -1235,12 +1128,6 @@ class TestNamedPositives:
             contrastive_loss(x, y, negatives=y, negative_mask=~torch.eye(3, dtype=torch.bool))
             contrastive_loss(x, y, negatives=y, labels=[0, 1, 2, 0, 1, 2])
 
-    def test_one_view_needs_names(self):
-        with refused("one with labels=, or one with negatives="):
-            contrastive_loss(torch.ones(3, 2))
-        with refused("^log_weights has NaN or inf"):
-            contrastive_loss(*embeddings(1, 2, 3, 4), log_weights=torch.ones(6).log() / 0)
-
     def test_a_matrix_of_the_whole_batch_in_blocks(self):
         x, y = embeddings(1, 2, 8, 4)
         for function in (lambda s: torch.ones(16, 16), lambda s: s + torch.ones(16, 16)):
@@ -1254,57 +1141,21 @@ class TestNamedPositives:
 class TestFunctions:
     """Own functions may be the `weights`, the `objective` or both: `weigh` takes them."""
 
-    @pytest.mark.parametrize("tau_plus", [0.0, 0.3])
-    @pytest.mark.parametrize("objective", hardneg.OBJECTIVES)
-    def test_an_anchor_may_keep_no_candidate(self, monkeypatch, objective, tau_plus):
-        """Then it has no negatives, and ess leaves it out. N_i still counts who could be one."""
-        shapes = set()
-
-        def drops_the_first_row(logits):
-            shapes.add(tuple(logits.shape))
-            first = torch.arange(len(logits))[:, None] == 0
-            return hardneg.uniform(logits).masked_fill(first, hardneg.MASKED)
-
-        x = embeddings(1, 10, 4).requires_grad_()
-        mask = torch.ones(10, 10, dtype=torch.bool)
-        mask[0] = False
-        options = {"objective": objective, "reduction": "none", "tau_plus": tau_plus}
-        loss = partial(contrastive_loss, *x.chunk(5), return_stats=True, **options)
-        wanted, figures = loss(negative_mask=mask)
-        replace(monkeypatch, "top", drops_the_first_row)  # whose mean is any, too
-        for weights in (drops_the_first_row, "top"):
-            found, stats = loss(weights=weights)
-            same(with_slope(found, x), with_slope(wanted, x), 1e-12)
-            for name in ("clamped", "ess", "positive"):
-                close(stats[name], figures[name], 1e-12)
-            assert (stats["candidates"], figures["candidates"]) == (5, 4.5)
-        takes = hardneg.takes(hardneg.OBJECTIVES[objective][0])
-        is_debiased = tau_plus > 0 and "log_negatives" in takes  # and weighs positives
-        assert shapes == ({(10, 10), (10, 4)} if is_debiased else {(10, 10)})
-        assert loss(weights=lambda s: s.new_full(s.shape, -INF))[1]["ess"].isnan()
-
-    @pytest.mark.parametrize("weights", [name for name in hardneg.WEIGHTS if not couples(name)])
+    @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
     @at_least(20)
     @given(**SEEDS, v=st.integers(2, 3), k=st.sampled_from([0, 4]), data=st.data())
-    def test_are_as_named_ones(self, weights, seed, v, k, data):
+    def test_an_own_objective_is_as_a_named_one(self, weights, seed, v, k, data):
         x, objective = normal(seed, 4 * v + k, 3), data.draw(SAMPLES["objective"])
         of_call = "temperature", "block_size", "detach_weights"
         rule, judgement = functions_of(weights, objective)
-        of_rule, of_objective = (data.draw(samples_of(f)) for f in (rule, judgement))
-        options = data.draw(samples_of(others=of_call)) | {"tau_plus": 0.0}
-        t = options["temperature"]
+        of_objective = data.draw(samples_of(judgement))
+        named = data.draw(samples_of(rule, others=of_call)) | {"weights": weights, "tau_plus": 0.0}
 
-        def own_weigh(logits):
-            return log_weights(weights, logits, **of_rule)
+        def own(pos, neg, log_w):
+            return judge(objective, pos, neg, log_w, named["temperature"], **of_objective)
 
-        def own_judge(pos, neg, log_w):
-            return judge(objective, pos, neg, log_w, t, **of_objective)
-
-        named = {"weights": weights, "objective": objective}
-        named |= options | of_rule | of_objective
-        wanted = ours(x, v, k, **named | {"block_size": 0})
-        for own in ({"weights": own_weigh}, {"objective": own_judge}):
-            same(ours(x, v, k, **named | own), wanted, 1e-10)
+        wanted = ours(x, v, k, **named | of_objective | {"objective": objective, "block_size": 0})
+        same(ours(x, v, k, **named | {"objective": own}), wanted, 1e-10)
 
     LEARNED = {"part": st.sampled_from(["weights", "objective", "tilted"])}
     LEARNED |= {"kind": st.sampled_from(["leaf", "computed", "module"]), "size": st.integers(1, 13)}
@@ -1314,8 +1165,8 @@ class TestFunctions:
     @given(**SEEDS, **LEARNED)
     def test_parameters_may_enter_any_anchors(self, seed, part, size, kind, reduction, least):
         """Those with a logit above `least`; a block of others knows nothing of the parameters. So
-        may those of a row of rules that was edited."""
-        x = embeddings(seed, 2, 6, 3).requires_grad_()
+        may those of a row of rules that was edited. Two anchors have no positive."""
+        x, labels = embeddings(seed, 12, 3).requires_grad_(), [0, 1, 2, 2, 3, 3, *[4, 5] * 3]
         torch.manual_seed(seed)
         module = nn.Linear(1, 1).double()
         scale = module.weight.exp()  # a graph before it, which may be needed more than once
@@ -1339,17 +1190,11 @@ class TestFunctions:
             with pytest.MonkeyPatch.context() as patch:
                 replace(patch, "tilted", lambda logits: function(logits))
                 options = given | {"reduction": reduction, "block_size": block_size}
-                value = contrastive_loss(*x, **options)
+                value = contrastive_loss(x, labels=labels, **options)
                 value = (value * embeddings(1, *value.shape)).sum()
                 gradients = torch.autograd.grad(value, inputs, retain_graph=True, allow_unused=True)
             found.append([0 * x if y is None else y for y in (value.detach(), *gradients)])
         all_close(*found, 1e-12)
-
-    def test_anchors_without_a_positive_are_counted_in_every_block(self):
-        x, scale = embeddings(1, 6, 3), nn.Parameter(torch.ones(()))
-        given = {"labels": [0, 1, 2, 2, 3, 3]}
-        given["objective"] = lambda pos, neg, log_w: scale * (neg.logsumexp(1) - pos.amax(1))
-        close(*[contrastive_loss(x, block_size=size, **given) for size in (0, 2)], 1e-12)
 
     def test_may_be_random(self):
         x = embeddings(1, 2, 6, 3).requires_grad_()  # whose candidates the loss does not read
@@ -1365,22 +1210,15 @@ class TestFunctions:
     FUNCTIONS = [torch.neg, lambda s: s.clamp_min(-1e15).square()]
     FUNCTIONS += [lambda s: -torch.log(1 + (-s).exp())]
 
-    @pytest.mark.parametrize("objective", ["nce", "decoupled", "own"])
+    @pytest.mark.parametrize("objective", ["nce", "decoupled"])
     @pytest.mark.parametrize("tau_plus", [0.0, 0.1])
     @pytest.mark.parametrize("function", FUNCTIONS)
     def test_do_not_count_for_anchors_without_candidates(self, objective, tau_plus, function):
-        def judge(pos, neg, log_w):
-            assert (neg == -1e30).all()  # the row that says so
-            return (neg + log_w).logsumexp(1) + 0 * pos.sum(1)
-
         x, y = embeddings(2, 2, 4, 3).requires_grad_()
-        options = {"weights": function, "objective": judge if objective == "own" else objective}
-        loss = contrastive_loss(x, y, labels=[0] * 4, tau_plus=tau_plus, **options)
-        assert objective == "own" or loss == 0
+        options = {"weights": function, "objective": objective, "tau_plus": tau_plus}
+        loss = contrastive_loss(x, y, labels=[0] * 4, **options)
+        assert loss == 0
         assert torch.autograd.grad(loss, x)[0].abs().max() == 0
-        # to an objective, what the rule drops is masked, too
-        of_neg = [lambda pos, neg, log_w: neg.amax(1), lambda pos, neg, log_w: neg.logsumexp(1)]
-        close(*[contrastive_loss(x, y, weights="hardest", objective=f) for f in of_neg], 1e-12)
 
     @pytest.mark.parametrize("weights", hardneg.WEIGHTS)
     def test_what_does_not_count_is_one_number(self, weights):
@@ -1415,21 +1253,11 @@ class TestContrastiveLossModule:
         hinges = hardneg.ContrastiveLoss("hcl", objective="triplet", tau_plus=0.1)
         assert hinges.options["tau_plus"] == 0  # they are not debiased
 
-    @pytest.mark.parametrize("name", ["weights", "objective"])
-    def test_a_module_as_a_part_is_trained(self, name):
-        class Shift(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.shift = nn.Parameter(torch.tensor(0.5))
-
-            def forward(self, *logits):
-                return self.shift * (logits[0] if name == "weights" else logits[0].sum(1))
-
-        criterion = hardneg.ContrastiveLoss(**{name: Shift()})
-        assert [*criterion.state_dict()] == [f"{name}.shift"]
-        encoder, method = hardneg.Encoder(size=16), hardneg.SimCLR(criterion)
-        next(iter(hardneg.Training(encoder, IMAGES, method, epochs=1)))
-        assert next(criterion.parameters()) != 0.5
+    def test_a_module_as_a_part_is_learned(self):
+        criterion = hardneg.ContrastiveLoss(weights=nn.PReLU())
+        assert [*criterion.state_dict()] == ["weights.weight"]
+        criterion(*embeddings(1, 2, 4, 3).float()).backward()
+        assert criterion.weights.weight.grad != 0
 
     def test_a_learned_temperature_is_a_parameter(self):
         x, y = embeddings(3, 2, 4, 3)
@@ -1478,18 +1306,16 @@ contrastive_loss(x, x, weights="top", objective="nce", temperature=t, tau_plus=0
     defaults = ", ".join([f"{name}={value!r}" for name, value in hardneg.DEFAULTS.items()])
     TYPED += f"contrastive_loss(x, x, {defaults})\n"
 
-    def test_a_type_checker_finds_wrong_options(self, tmp_path):
+    def test_a_type_checker_finds_wrong_options(self, tmp_path, monkeypatch):
         pytest.importorskip("mypy", reason="mypy is not installed")
         (tmp_path / "calls.py").write_text(self.TYPED)
         words = "-m mypy --strict --allow-untyped-calls calls.py".split()
-        told = ALONE | {"MYPYPATH": f"{HERE}"}
-        run = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=told, capture_output=True, text=True
-        )
+        monkeypatch.setitem(ALONE, "MYPYPATH", f"{HERE}")
+        printed, error = start(words, tmp_path).communicate(timeout=300)
         lines = enumerate(self.TYPED.splitlines(), 1)
         wrong = [line for line, text in lines if text.endswith("# wrong")]
-        found = re.findall(r"calls.py:(\d+): error", run.stdout)
-        assert list(map(int, found)) == wrong, run.stdout + run.stderr
+        found = re.findall(r"calls.py:(\d+): error", printed)
+        assert list(map(int, found)) == wrong, printed + error
 
 
 class TestExtremes:
@@ -1577,55 +1403,7 @@ class TestExtremes:
 
 
 class TestLimits:
-    """Every method becomes another one, or a closed form, at the ends of its parameters."""
-
-    SAME = [
-        ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.2}, {"loss": "debiased", "tau_plus": 0.2}),
-        ({"loss": "hcl", "beta": 0.0, "tau_plus": 0.0}, {"loss": "simclr"}),
-        ({"loss": "debiased", "tau_plus": 0.0}, {"loss": "simclr"}),
-        ({"loss": "hard", "alpha": 1.0}, {"loss": "simclr"}),
-        ({"loss": "hard-simple", "alpha": 1.0}, {"loss": "simple"}),
-        ({"loss": "hard", "alpha": 1e-6}, {"loss": "hard", "alpha": 0.05}),  # both keep one
-    ]
-
-    @pytest.mark.parametrize("options, other", SAME)
-    @given(**BATCHES)
-    def test_same_loss(self, options, other, seed, v, b, d):
-        x = normal(seed, v * b, d)
-        same(ours(x, v, **options), ours(x, v, **other), 1e-11)
-
-    @given(**TWO_VIEWS, more=st.integers(1, 3))
-    def test_large_epsilon_is_not_uniform_in_a_bank_with_own_rows(self, seed, b, more):
-        """Uniform weights would give too much mass to the rows that every anchor may use."""
-        allowed = np.arange(b)[:, None] != np.arange(b + more)
-        logits = np.where(allowed, rng(seed).uniform(-1, 1, allowed.shape), -INF)
-        weights = numpy(log_weights("transported", torch.tensor(logits), epsilon=1e8).exp())
-        widest = oracle.sinkhorn(np.where(allowed, 0.0, -INF))[0]  # of the largest entropy
-        close(weights, widest * b * (b + more - 1), 1e-6)
-        assert (weights[:, :b][allowed[:, :b]] > 1.01).all() and (weights[:, b:] < 0.99).all()
-
-    @given(**TWO_VIEWS, d=st.integers(2, 4), alpha=st.sampled_from([0.1, 0.4, 1.0]))
-    def test_hard_at_high_temperature_is_hard_simple(self, seed, b, d, alpha):
-        x, t = normal(seed, 2 * b, d), 1e3
-        kept = max(1, math.ceil(round(alpha * 2 * (b - 1), 9)))
-        losses = "hard", "hard-simple"
-        hard, flat = (ours(x, 2, loss=loss, alpha=alpha, temperature=t) for loss in losses)
-        close(hard[0], math.log(1 + kept) + kept / (1 + kept) / t * flat[0], 2 / t**2)
-        close(t * hard[1], kept / (1 + kept) * flat[1], 10 / t)
-
-    @given(**SEEDS, a=st.integers(2, 4), n=st.integers(4, 6))
-    def test_small_epsilon_is_optimal_transport(self, a, n, seed):
-        """The entropic coupling costs at most ε log N more. Its relative entropy is at most log
-        N."""
-        cost = rng(seed).uniform(0, 2, (a, n))
-        kernel = torch.tensor(-cost / 0.05)
-        f, g, error = couple(kernel, tolerance=1e-5)
-        slack = 2 * float(error) + 1e-9  # mass that is off its row may save its whole cost
-        spent = float((torch.exp(f[:, None] + kernel + g) * torch.tensor(cost)).sum())
-        least = float((exact_coupling(cost) * cost).sum())
-        if a == n:
-            close(cost[linear_sum_assignment(cost)].mean(), least, 1e-9)
-        assert least - slack <= spent <= least + 0.05 * math.log(n) + slack
+    """At the ends of the temperature `simclr` becomes a closed form."""
 
     @given(**TWO_VIEWS, t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
     def test_high_temperature(self, seed, b, t, classes):
@@ -1668,12 +1446,11 @@ class TestMine:
     MARGINS |= {"relative_margin": st.sampled_from([None, 0.0, 0.3])}
     DRAWN = {"n": st.integers(1, 6), "more": st.integers(0, 9), "skip": st.integers(0, 3)}
     DRAWN |= {"k": st.integers(1, 16), "own": BOOLEANS, "labelled": BOOLEANS, "tied": BOOLEANS}
-    DRAWN |= MARGINS
+    DRAWN |= MARGINS | {"normalize": BOOLEANS, "enabled": BOOLEANS}
 
-    def wanted(self, queries, documents, k, skip, positives=None, labels=None, **margins):
+    def wanted(self, cosines, k, skip, positives=None, labels=None, **margins):
         """List the k nearest negatives by brute force, of equals the first; −1 if none is left."""
-        cosines = oracle.unit(queries) @ oracle.unit(documents).T
-        positives = np.arange(len(queries)) if positives is None else positives
+        positives = np.arange(len(cosines)) if positives is None else positives
         found = []
         for i, row in enumerate(cosines):
             own = [j for j in np.ravel(positives[i]) if j >= 0]
@@ -1689,48 +1466,41 @@ class TestMine:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     @at_least(30)
     @given(**SEEDS, **DRAWN)
-    def test_is_brute_force(self, dtype, seed, n, more, own, labelled, tied, **options):
-        """Coordinates are few where cosines are to tie; then the order of equals is free."""
-        random, size = rng(seed), n + more
+    def test_is_brute_force(self, dtype, seed, n, more, own, labelled, tied, enabled, **options):
+        """By cosines or inner products, and with autocast, too. Coordinates are few where they are
+        to tie. Then the order of equals is free."""
+        random, size, normalize = rng(seed), n + more, options.pop("normalize")
         rows = [random.standard_normal((length, 3)) for length in (n, size)]
         if tied:
             rows = [random.integers(-2, 3, (length, 2)) * 1.0 for length in (n, size)]
             options |= {"absolute_margin": None, "relative_margin": None}
-        queries, documents = (torch.tensor(x).to(dtype) for x in rows)
+        queries, documents = (torch.tensor(x).to(dtype).requires_grad_() for x in rows)
         given = {}
         if own:
             places = random.integers(-1, size, size=(n, random.integers(1, 4)))
             given["positives"] = places[:, 0] if places.shape[1] == 1 else places
         if labelled:
             given["labels"] = random.integers(3, size=size)
-        found, scores = hardneg.mine(queries, documents, **options, **given, scores=True)
+        asked = options | given | {"normalize": normalize, "scores": True}
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found, scores = hardneg.mine(queries, documents, **asked)
         queries, documents = numpy(queries), numpy(documents)
-        want = self.wanted(queries, documents, **options, **given)
+        if normalize:
+            queries, documents = oracle.unit(queries), oracle.unit(documents)
+        cosines = queries @ documents.T
+        want = self.wanted(cosines, **options, **given)
         assert found.dtype == torch.long and found.shape == want.shape
-        cosines = oracle.unit(queries) @ oracle.unit(documents).T
+        assert not scores.requires_grad
         cosines = np.append(cosines, np.full((n, 1), -9.0), 1)  # of −1
         got = np.take_along_axis(cosines, found.numpy(), 1)
-        close(scores.clamp_min(-9), got, 1e-6)
+        close(scores.masked_fill(found < 0, -9), got, 1e-6)
         assert torch.equal(scores == -INF, found < 0)
         close(got, np.take_along_axis(cosines, want, 1), 1e-6)
 
-    @given(**MATRICES, k=st.integers(1, 7))
-    def test_without_normalize_it_is_by_inner_products(self, seed, a, n, k):
-        queries, documents = embeddings(seed, a, 3), 3 * embeddings(seed + 1, n, 3)
-        given = {"positives": torch.full((a,), -1), "scores": True, "normalize": False}
-        found, scores = hardneg.mine(queries, documents, k, **given)
-        wanted = (queries @ documents.T).sort(1, descending=True)
-        close(scores[:, :n], wanted.values[:, :k], 1e-12)
-        assert torch.equal(found[:, :n], wanted.indices[:, :k])
-        assert (found[:, n:] == -1).all() and (scores[:, n:] == -INF).all()
-
-    def test_all_others_and_none(self):
+    def test_a_document_may_be_as_near_as_the_margin_allows(self):
         x = torch.eye(4)
-        assert sorted(hardneg.mine(x, x, 9).tolist()[0]) == [-1] * 6 + [1, 2, 3]
-        for none in ({"labels": torch.zeros(4)}, {"absolute_margin": 2.0}, {"skip": 3}):
-            assert (hardneg.mine(x, x, 2, **none) == -1).all()
-        twice = x.repeat(2, 1)  # a document may be as near as the margin allows
-        assert hardneg.mine(x, twice, 1, absolute_margin=0.0)[:, 0].tolist() == [4, 5, 6, 7]
+        found = hardneg.mine(x, x.repeat(2, 1), 1, absolute_margin=0.0)
+        assert found[:, 0].tolist() == [4, 5, 6, 7]
 
     WRONG = [("k", 0), ("k", 2.0), ("skip", -1), ("queries", torch.eye(4) * INF)]
     WRONG += [("documents", torch.eye(4)[:size]) for size in (0, 3)]
@@ -1755,13 +1525,6 @@ class TestMine:
         found = hardneg.mine(x.float(), y, 2, positives=positives, labels=labels)
         assert torch.equal(found, wanted)
 
-    def test_autocast_and_gradients_change_nothing(self):
-        x = embeddings(1, 9, 3).float().requires_grad_()
-        wanted = hardneg.mine(x, x, 4, scores=True)
-        assert not wanted[1].requires_grad
-        with torch.autocast("cpu", torch.bfloat16):
-            assert equal_states(hardneg.mine(x, x, 4, scores=True), wanted)
-
 
 class TestDraw:
     """Indices have the frequencies of their weights, and a generator's state replays them."""
@@ -1784,21 +1547,14 @@ class TestDraw:
             chi = (found - expected)[used] ** 2 / expected[used]
             assert chi.sum() < 75  # of 11 degrees at most: 1e-11
 
-    @pytest.mark.parametrize("beta", [0.0, 1e-12, 1e-9, 1.0])
-    def test_what_is_masked_has_no_weight(self, beta):
-        log_w = hardneg.tilted(torch.tensor([[1.0, 2.0, hardneg.MASKED]]), beta)
-        assert hardneg.draw(log_w, 2).sort().values.tolist() == [[0, 1]]
-        with refused("^k is 3, but a row of log_w has 2"):
-            hardneg.draw(log_w, 3)
-
     @given(**MATRICES)
     def test_replay_and_no_repeats(self, seed, a, n):
-        log_w = infinite(hardneg.uniform(masked(masked_logits(seed, a, n)))).repeat(50, 1)
-        counts, generator = (log_w > -INF).sum(1), seeded(3)
+        log_w = hardneg.uniform(masked(masked_logits(seed, a, n))).repeat(50, 1)
+        counts, generator = (log_w > hardneg.FAR).sum(1), seeded(3)
         k = int(counts.min())
         index, following = (hardneg.draw(log_w, k, generator) for _ in range(2))
         assert index.shape == (50 * a, k) and index.dtype == torch.long
-        assert (log_w.gather(1, index) > -INF).all()
+        assert (log_w.gather(1, index) > hardneg.FAR).all()
         assert (index != following).any() or counts.max() == 1
         assert all(len(set(row)) == k for row in index.tolist())
         assert torch.equal(hardneg.draw(log_w, k, seeded(3)), index)
@@ -1848,10 +1604,11 @@ class TestInvalidArguments:
     NO_VIEWS = [1.0], np.ones((3, 2)), (torch.ones(3, 2),) * 2
     VIEWS += [[some, torch.ones(3, 2)] for some in NO_VIEWS]
     VIEWS += [[torch.ones(3, 2).to(dtype)] * 2 for dtype in (torch.long, torch.bool, torch.cfloat)]
+    VIEWS += [[torch.ones(4, 3), labels] for labels in (torch.arange(4), torch.arange(4.0))]
 
     @pytest.mark.parametrize("views", VIEWS)
     def test_views(self, views):
-        with pytest.raises(ValueError, match=r"^views(\[1\]|\[0\])? (is|has) "):
+        with refused(r"(?s)^views(\[1\]|\[0\])? (is|has) .*labels="):
             contrastive_loss(*views)
 
     WRONG = [("labels", torch.zeros(shape), ()) for shape in (3, 8, (4, 2), ())]
@@ -1891,14 +1648,15 @@ class TestInvalidArguments:
         *[(name, value, k, f"{name} ") for name, value, k in WRONG],
     ]
 
-    NOTHING = "x", b"x", object(), [], {}, {1}, (), ["a", "b", "c", "d"], [[1], [1, 2]], 1j
+    NOTHING = "x", b"x", object(), [], {}, {1}, [0.5] * 1000, list("abcd"), [[1], [1, 2]], 1j
     NOTHING += (math.nan, -INF, np.ones(3), torch.ones(0), torch.ones(2, 2, 2), torch.ones(7))
     NOTHING += (torch.tensor([1j] * 4), lambda: 0, slice(3), Mock)
     TENSORS = contrastive_loss.__kwdefaults__.keys() - {"return_stats"}
 
     @pytest.mark.parametrize("name", sorted({*hardneg.DEFAULTS, *TENSORS}))
     def test_twenty_wrong_things_are_named(self, name):
-        """Each error says which argument is wrong, and none comes from inside torch."""
+        """Each error says which argument is wrong, of an option in few words, and none comes from
+        inside torch."""
         assert len(self.NOTHING) == 20
         x = embeddings(1, 2, 4, 3)
         for thing in self.NOTHING:
@@ -1907,8 +1665,9 @@ class TestInvalidArguments:
                 continue  # which may do as it likes
             if torch.is_tensor(thing) and thing.shape == (4,) and name == "labels":
                 continue  # complex numbers are equal or not, as others
-            with refused(rf"\b{name}\b"):
+            with refused(rf"\b{name}\b") as caught:
                 contrastive_loss(*x, **rows | {name: thing})
+            assert name not in hardneg.DEFAULTS or len(str(caught.value)) < 300
 
     def test_functions_may_answer_in_16_bits(self):
         x = embeddings(1, 2, 4, 3)
@@ -1920,32 +1679,11 @@ class TestInvalidArguments:
             assert found.dtype == torch.float64
             assert abs(found - usual) < 0.05 * abs(usual)
 
-    @pytest.mark.parametrize("loss", PRESETS)
-    def test_one_sample_has_the_loss_0(self, loss):
-        """As in the last batch of an epoch, wherever its positive is."""
-        x, y = embeddings(1, 2, 1, 3).requires_grad_()
-        for other in (y, -y):
-            with pytest.warns(UserWarning, match="^None of 2 anchors has a candidate"):
-                value = contrastive_loss(x, other, loss=loss)
-            assert finite(*torch.autograd.grad(value, (x, y)))
-            wanted = -torch.cosine_similarity(x, other) if "simple" in loss else torch.zeros(1)
-            close(value, wanted[0], 1e-12)
-
-    def test_labels_as_a_second_view(self):
-        for labels in (torch.arange(4), torch.arange(4.0)):
-            with pytest.raises(ValueError, match="labels go in labels="):
-                contrastive_loss(torch.ones(4, 3), labels)
-
     @pytest.mark.parametrize("name, value, k, said", SAID)
     def test_errors_say_what_is_allowed(self, name, value, k, said):
         bank = {"negatives": torch.ones(*k, 3)} if k else {}
         with refused(re.escape(said)):
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
-
-    def test_errors_are_short(self):
-        with refused("^alpha is ") as caught:
-            hardneg.ContrastiveLoss("hard", alpha=[0.5] * 1000)
-        assert len(str(caught.value)) < 200
 
     @pytest.mark.parametrize("loss", PRESETS)
     def test_embeddings_are_finite(self, loss):
@@ -2120,62 +1858,15 @@ class TestRows:
         for name in hardneg.DEFAULTS.keys() & defaults:
             assert hardneg.DEFAULTS[name] == defaults[name], name
 
-    def test_rows_name_what_is_there(self):
-        """What a function's parameters name is filled in, so a misspelt one fails here."""
-        options = hardneg.DEFAULTS.keys() - {"temperature"}  # t is the one that blocks know
-        of_rules = {"logits", "candidates", "potential", "t", *options}
-        of_objectives = {"pos", "neg", "log_w", "log_negatives", "t", *options}
-        for name, (rule, mean) in hardneg.WEIGHTS.items():
-            assert set(hardneg.takes(rule)) <= of_rules and mean in ("one", "scaled", "any"), name
-            assert rule.__code__.co_kwonlyargcount == 0, name
-        for name, (objective, by_label) in hardneg.OBJECTIVES.items():
-            assert set(hardneg.takes(objective)) <= of_objectives, name
-            assert isinstance(by_label, bool), name
-        for name, (weights, objective, _) in hardneg.PRESETS.items():
-            assert weights in hardneg.WEIGHTS and objective in hardneg.OBJECTIVES, name
-
-    @pytest.mark.parametrize("name", hardneg.WEIGHTS)
-    @given(**MATRICES, data=st.data())
-    def test_a_rule_weighs_each_row_alone(self, name, seed, a, n, data):
-        """It keeps what is masked, changes nothing in place, and has the logits' shape."""
-        drawn = data.draw(samples_of(hardneg.WEIGHTS[name][0]))
-        options = hardneg.resolve({"weights": name} | drawn)
-        logits = masked(masked_logits(seed, a, n, 0.3, empty=a > 1))
-        logits = torch.where(logits < hardneg.FAR, logits, logits.tanh())  # cosines, as t is 1
-        before = logits.clone()
-        found = hardneg.by_rule(logits, logits, 0.0, 1.0, options)
-        assert found.shape == logits.shape and torch.equal(logits, before)
-        assert (found[logits < hardneg.FAR] < hardneg.FAR).all()
-        # the row's word on the mean of the weights of an anchor that has candidates
-        counts = (logits > hardneg.FAR).sum(1)
-        weights, some = found.exp()[counts > 0], counts[counts > 0]
-        if options["weight_mean"] == "one":
-            close(weights.sum(1), some.double(), 1e-12)
-        if options["weight_mean"] == "scaled":
-            assert (weights > 0).any(1).all()
-        for row in range(a):
-            alone = hardneg.by_rule(logits[[row]], logits[[row]], 0.0, 1.0, options)
-            close(alone.clamp_min(-99), found[[row]].clamp_min(-99), 1e-12)
-        # positives that lie below all candidates, or by rounding beyond 1
-        for value in (-1.0, 1 + 1e-6):
-            positives = torch.full((a, 2), value, dtype=logits.dtype, requires_grad=True)
-            of_positives = hardneg.by_rule(positives, logits, 0.0, 1.0, options)
-            assert of_positives.isfinite().all()
-            if of_positives.requires_grad:
-                of_positives.sum().backward()
-                assert positives.grad.isfinite().all()
-
     def test_an_option_is_one_entry(self):
-        """Its sentences are in the help, its default is allowed, and a function reads it."""
+        """Its sentences are in the help, and its default is allowed."""
         for help_text in (contrastive_loss.__doc__, hardneg.ContrastiveLoss.__doc__):
             words = " ".join(help_text.split())
             for name, text in hardneg.TEXTS.items():
                 assert f"{name} = {hardneg.DEFAULTS[name]!r}, " in words
                 assert " ".join(text.split()) in words and text.strip().endswith("."), name
-        code = Path(hardneg.__file__).read_text()
         for name, default in hardneg.DEFAULTS.items():
             hardneg.resolve({name: default})
-            assert name in OF_ROWS or f'options["{name}"]' in code, name
 
 
 class TestWhatIsReadRuns:
@@ -2190,36 +1881,30 @@ class TestWhatIsReadRuns:
     EDITS += [("by_rule", {"loss": "hcl"}), ("answer", {"loss": "hcl"})]
     CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 600)]
     CASES += [(*edit, 128, "none") for edit in EDITS] + [("tilted", {"loss": "hcl"}, 600, "none")]
+    PATHS = itertools.product((128, 600), ("evaluation", "statistics", "compiled"))
+    CASES += [("tilted", {"loss": "hcl"}, *path) for path in PATHS]
 
-    @pytest.mark.parametrize("name, options, samples, reduction", CASES)
-    def test_an_edit_changes_the_gradient(self, monkeypatch, name, options, samples, reduction):
+    @pytest.mark.parametrize("name, options, samples, asked", CASES)
+    def test_an_edit_changes_what_is_asked_for(self, monkeypatch, name, options, samples, asked):
+        """Most often a gradient, of a mean or of the losses."""
         torch.manual_seed(0)
         x, y = torch.randn(2, samples, 4).requires_grad_()
-
-        def gradient():
-            return with_slope(contrastive_loss(x, y, reduction=reduction, **options), x)[1]
-
-        before = gradient()
-        replace(monkeypatch, name, edited(name, getattr(hardneg, name)))
-        assert (gradient() - before).norm() > 1e-3 * before.norm()
-
-    @pytest.mark.parametrize("path", ["evaluation", "statistics", "compiled", "compiled blocks"])
-    def test_an_edit_reaches_every_path(self, monkeypatch, path):
-        torch.manual_seed(0)
-        x, y = torch.randn(2, 8, 4)
-        loss = partial(contrastive_loss, loss="hcl", block_size=0 if path == "compiled" else 3)
+        loss = partial(contrastive_loss, x, y, **options)
 
         def outcome():
-            torch._dynamo.reset()
-            if path == "statistics":
-                return loss(x, y, return_stats=True)[1]["ess"]
-            function = torch.compile(loss, backend="eager") if "compiled" in path else loss
-            with torch.set_grad_enabled(path != "evaluation"):
-                return function(x, y)
+            if asked == "evaluation":
+                with torch.no_grad():
+                    return loss()
+            if asked == "statistics":
+                return loss(return_stats=True)[1]["ess"]
+            if asked == "compiled":
+                torch._dynamo.reset()
+                return torch.compile(loss, backend="eager")()
+            return with_slope(loss(reduction=asked), x)[1]
 
         before = outcome()
-        replace(monkeypatch, "tilted", edited("tilted", hardneg.tilted))
-        assert abs(outcome() - before) > 1e-3
+        replace(monkeypatch, name, edited(name, getattr(hardneg, name)))
+        assert (outcome() - before).norm() > 1e-3 * before.norm()
 
 
 class TestReadyForAGPU:
@@ -2258,15 +1943,14 @@ class TestReadyForAGPU:
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
     @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-    @pytest.mark.parametrize("device, most", [("cuda", 1000), ("cpu", 20_000)])
-    def test_a_gpu_couples_in_few_launches(self, as_on_a_gpu, monkeypatch, device, most):
+    def test_a_gpu_couples_in_few_launches(self, as_on_a_gpu, monkeypatch):
         """Eight steps of Sinkhorn, after which the error is looked at, on 8192 × 8192 pairs."""
         monkeypatch.setattr(hardneg, "_stops", lambda error, step, *_: step == 8)
         with FakeTensorMode(), torch.no_grad(), Operations() as operations:
-            x = torch.empty(4096, 8, device=device)
+            x = torch.empty(4096, 8, device="cuda")
             contrastive_loss(x, x, loss="ot")
         launches = [name for name in operations.names if name not in ("device", "detach")]
-        assert most / 4 < len(launches) < most
+        assert 250 < len(launches) < 1000
 
     def test_finding_stays_on_the_device(self):
         """There are no values to read on a fake one."""
@@ -2327,20 +2011,10 @@ class TestGather:
             close(*found, 1e-12)
             with pytest.raises(hardneg.NotFinite, match="^negatives has NaN"):
                 contrastive_loss(x, x + 1, negatives=x * math.nan, group=group)
-            with monkeypatch.context() as patch:  # a sum over ranks is not seen by others
-                patch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(2))
-                both = hardneg.gather(x.T, group) + x.T
-                close(torch.autograd.grad(both, x, torch.ones(4, 3).double())[0], 0 * x + 3, 0)
-            for more in torch.eye(3, 4, dtype=torch.long):
-                with monkeypatch.context() as patch:
-                    patch.setattr(hardneg, "gather", lambda x, _, y=more: torch.cat([x, x + y]))
-                    there = ", ".join(map(str, (torch.tensor([2, 3, 4]) + more[:3]).tolist()))
-                    with refused(rf"views differ.*\[{there}\].*\[2, 3, 4\]"):
-                        contrastive_loss(x, x, group=group)
-            monkeypatch.setattr(hardneg, "gather", lambda x, _: torch.cat([x, x + 1]))
-            monkeypatch.setattr(hardneg, "_check_ranks", lambda *_: None)
-            with refused("^negatives differs between ranks"):
-                contrastive_loss(x, x, negatives=x, group=group)
+            # a sum over ranks is not seen by others
+            monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, group: x.mul_(2))
+            both = hardneg.gather(x.T, group) + x.T
+            close(torch.autograd.grad(both, x, torch.ones(4, 3).double())[0], 0 * x + 3, 0)
         finally:
             torch.distributed.destroy_process_group()
 
@@ -2443,11 +2117,6 @@ class TestViews:
             assert plain.dtype == torch.float32
             close(plain, coarse, 1e-6)
 
-    @pytest.mark.parametrize("size", [(3, 8, 8), (2, 1, 8, 8)])
-    def test_other_shapes(self, size):
-        with refused("^images is "):
-            hardneg.view(torch.rand(size))
-
 
 # ---- Section 10: encoders and memory
 class TestEncoder:
@@ -2492,24 +2161,18 @@ class TestMemoryBank:
         assert torch.equal(bank.rows, torch.eye(4))
 
     def test_follow_moves_a_network_towards_another(self):
-        leader, follower = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
-        leader(embeddings(1, 5, 2).float())
+        layers = (nn.Linear(3, 3), nn.Linear(3, 3))  # each is there twice, and moves once
+        leader, follower = (nn.Sequential(x, x, nn.BatchNorm1d(3)) for x in layers)
+        leader(embeddings(1, 5, 3).float())
         before = copy.deepcopy(follower.state_dict())
         hardneg.follow(follower, leader, 0.9)
         states = before, follower.state_dict(), leader.state_dict()
         for old, x, new in zip(*(state.values() for state in states), strict=True):
             mean = 0.9 * numpy(old) + 0.1 * numpy(new)
             close(x, mean if x.is_floating_point() else new, 1e-6)
-        for other in (nn.Linear(2, 3), nn.Sequential(nn.Linear(1, 3), nn.BatchNorm1d(3))):
-            with refused(r"^leader's 0\.weight .* \(3, 2\)"):
+        for other in (nn.Linear(3, 3), nn.Sequential(nn.Linear(1, 3))):
+            with refused(r"^leader's 0\.weight .* \(3, 3\)"):
                 hardneg.follow(follower, other, 0.9)
-
-    def test_follow_moves_a_shared_tensor_once(self):
-        leader = nn.Sequential(*[nn.Linear(2, 2, bias=False)] * 2)
-        follower, wanted = copy.deepcopy(leader), 0.9 * leader[0].weight.detach()
-        nn.init.zeros_(leader[0].weight)
-        hardneg.follow(follower, leader, 0.9)
-        close(follower[0].weight, wanted, 1e-6)
 
 
 class TestWrappers:
@@ -2688,30 +2351,23 @@ class TestBank:
     """`Bank` contrasts what it says."""
 
     def test_bank_holds_the_embeddings_of_each_image(self, plain_views):
+        """The loss is that of rows for each anchor, from which its own one is left out."""
         training = begin(IMAGES, "bank", method_options={"momentum": 0.0})
-        bank, said, positives = training.method.bank, torch.zeros(240, 16), []
+        bank, said, losses = training.method.bank, torch.zeros(240, 16), []
         z, update = hardneg.embed(training.encoder, IMAGES)[1], bank.update
         close(bank.rows, hardneg.unit(z - z.mean(0)), 1e-5)  # near one point: rounding counts
 
         def noted(index, z):
-            positives.append((bank.rows[index] * z).sum(1).mean())  # rows before their update
+            rows = bank.rows.clone()  # before their update
+            others = torch.stack([rows[torch.arange(240) != i] for i in index])
+            losses.append(contrastive_loss(z, rows[index], negatives=others))
             said[index] = z
             update(index, z)
 
         bank.update = noted
         seen = list(training)
         close(bank.rows, said, 1e-6)
-        close([p["positive"] for p in seen], positives, 1e-5)
-
-    def test_bank_has_no_own_row_as_candidate(self, plain_views):
-        """The loss is that of rows for each anchor, from which its own one is left out."""
-        training = begin(IMAGES[:30], "bank")
-        method, encoder, index = training.method, training.encoder.eval(), torch.arange(8) + 3
-        losses, rows = [], method.bank.rows.clone()
-        method.step(encoder, IMAGES[index], index, torch.Generator(), losses.append)
-        loss, z = *losses, hardneg.embed(encoder, IMAGES[index])[1]
-        others = torch.stack([rows[torch.arange(len(rows)) != i] for i in index])
-        close(loss, contrastive_loss(z, rows[index], negatives=others), 1e-5)
+        close([figures["loss"] for figures in seen], losses, 1e-5)
 
     @pytest.mark.parametrize("loss", ["hard", "hcl"])
     def test_bank_is_not_copied_in_a_step(self, loss):
@@ -2727,12 +2383,13 @@ class TestBank:
 class TestMicroBatches:
     """`in_micro_batches` passes a few images at a time, with the gradients of one pass."""
 
-    SIZES = [("simclr", 1), ("simclr", 100), *((name, 3) for name in METHODS)]
+    SIZES = [("simclr", 14, 1), ("simclr", 14, 100), ("simclr", 14, 3)]
+    SIZES += [("bank", 7, 3), ("diffhard", 26, 3)]
 
-    @pytest.mark.parametrize("name, size", SIZES)
-    def test_gradients(self, name, size):
+    @pytest.mark.parametrize("name, rows, size", SIZES)
+    def test_gradients(self, name, rows, size):
         found, images, network = [], random_images(7, 8), Plain()
-        for encoder in (network, hardneg.in_micro_batches(network, size)):
+        for parts, encoder in enumerate((network, hardneg.in_micro_batches(network, size))):
             game = settled(tiny_game())  # it seeds, too
             options = {"game": game} if name == "diffhard" else {}
             criterion = hardneg.ContrastiveLoss("ppcl", temperature=0.2)
@@ -2747,8 +2404,9 @@ class TestMicroBatches:
                 loss.backward()
 
             method.step(encoder, images, torch.arange(7), seeded(3), descend)
+            # BatchNorm sees all views in one pass, and cannot tell the two of an image apart
+            assert max(network.seen) <= size if parts else network.seen == [rows]
         all_close(*reversed(found), 1e-10, floor=1e-6)
-        assert max(network.seen) <= size
 
     def test_parts_are_of_nearly_one_size(self):
         """BatchNorm cannot take one sample, so a part has one only where it must."""
@@ -2801,8 +2459,6 @@ class TestMicroBatches:
         backbone = training.encoder.backbone
         backbone.register_forward_pre_hook(lambda module, x: sizes.append(len(x[0])))
         assert list(training) and set(sizes) == {40}  # 2 × 80 views in parts of at most 50
-        layer, x = nn.Linear(3, 2), torch.randn(5, 3)  # an encoder of embeddings alone
-        close(hardneg.in_micro_batches(layer, 2)(x), layer(x), 1e-6)
 
 
 class TestSchedules:
@@ -2861,33 +2517,16 @@ class TestTraining:
         parts = "epoch step_in_epoch steps_per_epoch encoder method optimizer"
         assert set(whole.state_dict()) == set(parts.split())
 
-    def test_an_encoder_in_eval_mode_is_trained_in_training_mode(self):
-        training = begin(IMAGES, epochs=1)
-        training.encoder.eval()
-        batch_norm = training.encoder.backbone[2]
-        before = batch_norm.running_mean.clone()
-        next(iter(training))
-        assert not torch.equal(batch_norm.running_mean, before)
-
     @pytest.mark.parametrize("pretrain", [0, 1])
-    def test_so_is_a_game(self, pretrain):
-        """Else the spectral norms would not follow the weights."""
+    def test_what_was_in_eval_mode_is_trained_in_training_mode(self, pretrain):
+        """Of a game the spectral norms would not follow the weights, of an encoder BatchNorm."""
         game = tiny_game(16, pretrain=pretrain)
         game.taken = 1  # so that it is not its turn
         training = begin(IMAGES, "diffhard", epochs=1, method_options={"game": game.eval()})
+        training.encoder.eval()
         next(iter(training))
-        assert game.training and game.G.training and game.D.training and game.G_ema.training
-
-    def test_views_are_embedded_in_one_pass(self):
-        """So BatchNorm sees both, and cannot tell them apart."""
-        network, images = Plain(), random_images(7, 8)
-        for name, sizes in ("simclr", [14]), ("bank", [7]), ("diffhard", [26]):
-            options = {"game": settled(tiny_game())} if name == "diffhard" else {}
-            criterion = hardneg.ContrastiveLoss("ppcl")
-            method = make(name, criterion, network, images, **options)
-            network.seen.clear()
-            method.step(network, images, torch.arange(7), seeded(3), torch.Tensor.backward)
-            assert network.seen == sizes
+        modules = [*game.modules(), *training.encoder.modules()]
+        assert all(module.training for module in modules)
 
     def test_steps_and_seeds_differ_in_what_they_draw(self, monkeypatch):
         draws = []
@@ -2933,25 +2572,21 @@ class TestTraining:
         assert told == pytest.approx(wanted)
 
     PLACE = np.arange(100) / 100  # in a run
-    RECIPES = [  # name, weight decay, epochs, rates
-        ("adamw", 1e-4, 16, np.minimum(10 * PLACE + 0.1, 1) * (1 + np.cos(np.pi * PLACE)) / 2),
-        ("sgd", 5e-4, 200, [1] * 80 + [0.1] * 15 + [0.01] * 5),
-        ("adam", 1e-6, 400, [1] * 100),
+    COSINE = np.minimum(10 * PLACE + 0.1, 1) * (1 + np.cos(np.pi * PLACE)) / 2  # after a warm-up
+    RECIPES = [  # optimizer; epochs, batch size, rate, weight decay; factors of the rate
+        ("AdamW", (16, 256, 8e-3, 1e-4), COSINE),
+        ("SGD", (200, 128, 0.03, 5e-4), [1] * 80 + [0.1] * 15 + [0.01] * 5),
+        ("Adam", (400, 256, 1e-3, 1e-6), [1] * 100),
     ]
-    SETTINGS = {
-        "adamw": (256, 8e-3, "AdamW"),
-        "sgd": (128, 0.03, "SGD"),
-        "adam": (256, 1e-3, "Adam"),
-    }
 
-    @pytest.mark.parametrize("recipe, decay, epochs, wanted", RECIPES)
-    def test_recipes(self, recipe, decay, epochs, wanted):
+    @pytest.mark.parametrize("optimizer, settings, wanted", RECIPES)
+    def test_recipes(self, optimizer, settings, wanted):
+        recipe, (epochs, *_, decay) = optimizer.lower(), settings
         training = begin(IMAGES[:2], recipe=recipe, epochs=100, lr=1e-6)
         rates = [1e6 * training.optimizer.param_groups[0]["lr"] for _ in training]
         close(rates, wanted, 1e-12)
-        settings = hardneg.RECIPES[recipe]
-        found = settings["batch_size"], settings["lr"], type(training.optimizer).__name__
-        assert found == self.SETTINGS[recipe]
+        assert type(training.optimizer).__name__ == optimizer
+        assert tuple(hardneg.RECIPES[recipe].values()) == settings
         learned = nn.Parameter(torch.tensor(0.4))
         method = hardneg.SimCLR(hardneg.ContrastiveLoss("hcl", temperature=learned))
         encoder = hardneg.Encoder(size=16)
@@ -2962,11 +2597,23 @@ class TestTraining:
         assert groups[0]["lr"] == 0.5 and groups[0].get("momentum", 0.9) == 0.9
         assert list(itertools.islice(training, 1)) and learned != 0.4
 
-    @pytest.mark.parametrize("name, step", [("simclr", 1), ("diffhard", 4)])
-    def test_a_loss_that_is_not_finite_stops_the_run(self, name, step):
-        training = begin(IMAGES, name)
-        next(training.encoder.parameters()).data.fill_(math.nan)
-        message = rf"^Training stopped at step {step} of {training.steps}\. .*NaN.* A lower lr"
+    # method, part with NaN, epochs of the game alone, step that finds it, whether on a GPU
+    BROKEN = [("simclr", "encoder", 0, 1, False), ("diffhard", "encoder", 1, 4, False)]
+    BROKEN += [("diffhard", "encoder", 0, 1, True)]
+    BROKEN += [("diffhard", "discriminator", pretrain, 1, True) for pretrain in (0, 1)]
+
+    @pytest.mark.parametrize("name, part, pretrain, step, on_a_gpu", BROKEN)
+    def test_stops_at_what_is_not_finite(self, request, name, part, pretrain, step, on_a_gpu):
+        """On a GPU a step with statistics looks at losses."""
+        if on_a_gpu:
+            request.getfixturevalue("as_on_a_gpu")
+        game = tiny_game(16, pretrain=pretrain)
+        options = {"game": game} if name == "diffhard" else {}
+        training = begin(IMAGES, name, method_options=options)
+        for parameter in (training.encoder if part == "encoder" else game.D).parameters():
+            parameter.data.fill_(math.nan)
+        found = f"The loss of the {part} is nan" if on_a_gpu else "NaN"
+        message = rf"^Training stopped at step {step} of {training.steps}\. .*{found}.* A lower lr"
         with pytest.raises(FloatingPointError, match=message):
             list(training)
 
@@ -2981,29 +2628,14 @@ class TestTraining:
             slopes.append(layers[0].weight.grad)
         assert torch.equal(*slopes)
 
-    READ = [("encoder", 0), ("discriminator", 0), ("discriminator", 1)]
+    BFLOAT16 = [*((name, True) for name in METHODS), ("bank", False)]
 
-    @pytest.mark.parametrize("part, pretrain", READ)
-    def test_on_a_gpu_a_step_with_statistics_looks_at_losses(self, as_on_a_gpu, part, pretrain):
-        game = tiny_game(16, pretrain=pretrain)
-        training = begin(IMAGES, "diffhard", batch_size=8, method_options={"game": game})
-        network = training.encoder if part == "encoder" else game.D
-        for parameter in network.parameters():
-            parameter.data.fill_(math.nan)
-        message = rf"^Training stopped at step 1 of .* The loss of the {part} is nan"
-        with pytest.raises(FloatingPointError, match=message):
-            next(iter(training))
-
-    @pytest.mark.parametrize("enabled", [False, True])
-    def test_autocast_is_as_asked(self, enabled):
-        training, found = begin(IMAGES, epochs=1, bfloat16=enabled), set()
+    @pytest.mark.parametrize("name, enabled", BFLOAT16)
+    def test_bfloat16(self, name, enabled):
+        training, found = begin(IMAGES, name, epochs=1, bfloat16=enabled), set()
         training.encoder.head.register_forward_hook(lambda _, x, z: found.add(z.dtype))
-        assert list(training) and found == {torch.bfloat16 if enabled else torch.float32}
-
-    @pytest.mark.parametrize("name", METHODS)
-    def test_bfloat16(self, name):
-        training = begin(IMAGES, name, epochs=1, bfloat16=True)
         figures = tensors_of(list(training))
+        assert found == {torch.bfloat16 if enabled else torch.float32}
         assert {x.dtype for x in (*figures, *training.encoder.parameters())} == {torch.float32}
         assert len(figures) >= 7 and finite(*figures, *training.encoder.parameters())
 
@@ -3029,14 +2661,22 @@ class TestTraining:
     INVALID += [("game", name, 0) for name in ("width", "latent", "every")]
     INVALID += [("game", "size", x) for x in (4, 24, 8.0)] + [("game", "pretrain", -1)]
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]
-    INVALID += [("view", "images", None), ("view", "images", [[[[0.5]]] * 3])]
-    # what is wrong, and what the error says
-    CONDITIONS = [
-        ("size", r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. "),
-        ("objective", "^objective is nce. For pairs it must be ppcl"),
-        ("too few", r"^len\(images\) is 1; it must be a whole number from 2 "),
-        ("momentum", "^momentum is 1.0; it must be a number from 0 to 0.9+$"),
-        ("setting", "^a setting is 'rate'; it must be one of epochs, batch_size, lr, weight_decay"),
+    INVALID += [("view", "images", x) for x in (None, [[[[0.5]]] * 3])]
+    INVALID += [("view", "images", torch.ones(size)) for size in ((3, 8, 8), (2, 1, 8, 8))]
+    CONDITIONS = [  # a call, and what the error says
+        (
+            lambda: tiny_game().imitate(random_images(4, 16)),
+            r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. ",
+        ),
+        (
+            partial(make, "diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
+            "^objective is nce. For pairs it must be ppcl",
+        ),
+        (partial(begin, IMAGES[:1]), r"^len\(images\) is 1; it must be a whole number from 2 "),
+        (
+            partial(begin, IMAGES, rate=1.0),
+            "^a setting is 'rate'; it must be one of epochs, batch_size, lr, weight_decay",
+        ),
     ]
 
     @pytest.mark.parametrize("of, name, value", INVALID)
@@ -3051,14 +2691,7 @@ class TestTraining:
         with refused(f"^{name} is .*; it must be "):
             call(**{name: value})
 
-    @pytest.mark.parametrize("wrong, said", CONDITIONS)
-    def test_conditions_are_said(self, wrong, said):
-        calls = {
-            "size": lambda: tiny_game().imitate(random_images(4, 16)),
-            "objective": lambda: make("diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
-            "too few": lambda: begin(IMAGES[:1]),
-            "momentum": lambda: tiny_game(momentum=1.0),
-            "setting": lambda: begin(IMAGES, rate=1.0),
-        }
+    @pytest.mark.parametrize("call, said", CONDITIONS)
+    def test_conditions_are_said(self, call, said):
         with refused(said):
-            calls[wrong]()
+            call()
