@@ -51,15 +51,14 @@ class Pixels(torch.nn.AdaptiveAvgPool2d):
 
 def evaluate(encoder, images, figures=tuple(COLUMNS)):
     """Measure an encoder. Accuracies are in percent. Without classes, what needs them is None."""
-    least = 0 if images.classes else -1
-    some = (images.train_labels >= least).nonzero()[:, 0]
-    some = some[even(images.train_labels[some], READOUT)]
-    train, _ = hardneg.embed(encoder, Rows(images.train, some))
     test, z = hardneg.embed(encoder, images.test)
-    readouts.check_finite(train=train, test=test, embeddings=z)
-    sets = train, images.train_labels[some], test, images.test_labels
+    readouts.check_finite(test=test, embeddings=z)
     ways = {"uniformity": (readouts.uniformity, [z[even(images.test_labels, PAIRED)]])}
     if images.classes:
+        labelled = (images.train_labels >= 0).nonzero()[:, 0]
+        some = labelled[even(images.train_labels[labelled], READOUT)]
+        train, _ = hardneg.embed(encoder, Rows(images.train, some))
+        sets = train, images.train_labels[some], test, images.test_labels
         ways["tolerance"] = readouts.tolerance, [z, images.test_labels]
         ways["linear"] = readouts.linear_readout, sets
         ways["knn"] = readouts.knn_accuracy, sets
@@ -397,10 +396,8 @@ def draw_map(encoders, images):
 def plane_of(x, labels):
     """Find the plane of features (n, D) in which Fisher's discriminant is largest → (D, 2)."""
     x, labels = x[labels >= 0].double(), labels[labels >= 0]
-    _, place = labels.unique(return_inverse=True)
-    members = torch.nn.functional.one_hot(place).double()
-    means = members.T @ x / members.sum(0)[:, None]  # (classes, D)
-    within = (x - means[place]).T.cov()
-    ridge = 0.01 * within.diag().mean() * torch.eye(len(within))  # some directions have no spread
-    _, directions = linalg.eigh(means.T.cov(), within + ridge)  # the largest comes last
+    means = torch.stack([x[labels == label].mean(0) for label in labels.unique()])
+    total = x.T.cov()
+    ridge = 0.01 * total.diag().mean() * torch.eye(len(total))  # some directions have no spread
+    _, directions = linalg.eigh(means.T.cov(), total + ridge)  # the largest comes last
     return torch.tensor(directions[:, -2:], dtype=torch.float32)
