@@ -1167,7 +1167,10 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
     ranks = 1
     if group is not None:
         _require(
-            isinstance(group, distributed.ProcessGroup), "group", repr(group), "a process group"
+            isinstance(group, distributed.ProcessGroup),
+            "group",
+            _describe(group),
+            "a process group",
         )
         ranks = distributed.get_world_size(group)
         if _may_read(views[0]):
@@ -1213,7 +1216,9 @@ def _check_negatives(negatives, views, options, labels, group):
     _check_tensor("negatives", negatives, "float", ("K", d), (b, "K", d))
     coupled = "potential" in takes(options["weight_function"])
     if negatives.ndim == 3 and (labels is not None or coupled):
-        raise InvalidArgument("With negatives (B, K, D) neither labels nor 'transported' can go.")
+        raise InvalidArgument(
+            "With negatives (B, K, D) give no labels and no weights 'transported'."
+        )
     if negatives.ndim == 2 and group is not None and _may_read(negatives):
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)
         if not torch.allclose(sums, sums[0], equal_nan=True):

@@ -40,7 +40,7 @@ def path_of(name: str) -> Path:
 def encoder_of(folder: Path) -> hardneg.Encoder:
     """Read the trained encoder of a run."""
     state = runs.read_checkpoint(folder, "cpu")
-    encoder = hardneg.Encoder(state["args"]["encoder"], size=state["size"])
+    encoder = hardneg.Encoder(state["args"]["encoder"], size=state["content"]["size"])
     encoder.load_state_dict(state["training"]["encoder"])
     return encoder.to(memory_format=torch.channels_last)
 

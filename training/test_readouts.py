@@ -15,7 +15,18 @@ from scipy.special import logsumexp
 
 import hardneg
 import reference_numpy as oracle
-from test_hardneg import DEVICE, IMAGES, SEEDS, all_close, close, embeddings, equal_states, normal
+from test_hardneg import (
+    DEVICE,
+    IMAGES,
+    SEEDS,
+    Operations,
+    all_close,
+    close,
+    embeddings,
+    equal_states,
+    normal,
+    refused,
+)
 from training import readouts
 
 
@@ -148,3 +159,19 @@ class TestEmbed:
         with pytest.raises(RuntimeError):
             hardneg.embed(encoder, torch.rand(2, 5, 8, 8))  # with five colours
         assert all(module.training for module in encoder.modules())
+
+    @given(**SEEDS, n=st.sampled_from([2, 3, 2000]), t=st.floats(0.5, 4))
+    def test_uniformity_is_that_of_all_pairs_but_takes_a_block_of_them(self, seed, n, t):
+        x = embeddings(seed, n, 3).requires_grad_()
+        with Operations() as operations:
+            found = readouts.uniformity(x, t)
+        assert not found.requires_grad
+        distances = torch.nn.functional.pdist(hardneg.unit(x))
+        close(found, (-t * distances.square()).exp().mean().log(), 1e-12)
+        assert operations.bytes <= 2**23
+
+    def test_uniformity_names_what_it_cannot_measure(self):
+        with refused("^z is 1 row; it must be at least two"):
+            readouts.uniformity(torch.ones(1, 3))
+        with refused("has NaN or inf"):
+            readouts.uniformity(torch.tensor([[1.0, 2.0], [math.nan, 1.0]]))
