@@ -271,7 +271,8 @@ def run(options, images=None, known=None):
     images = images or read(options)
     results = runs.finished(options, images)
     if results is not None:
-        report.print_table(results, options)
+        with runs.readable(options.out / runs.RESULTS):
+            report.print_table(results, options)
         print(f"This run was finished before. --overwrite replaces {shown(options.out)}.")
         return results
     encoder, training = build(options, images)

@@ -51,6 +51,17 @@ with ranks.joined():
             print(error)
 """
 
+FAILING = """
+import os, sys, train
+
+def learn(*_):
+    raise OSError(5, "Input/output error", "photo-17.png")
+
+if os.environ["RANK"] == "1":
+    train.learn = learn
+train.main(sys.argv[1:])
+"""
+
 
 def started_by_torchrun(driver, commands, last=0, restarts=0):
     """Run commands on two ranks → the exit code and what was printed."""
@@ -194,6 +205,13 @@ class TestRanks:
             torch.testing.assert_close(first_state, state, rtol=error, atol=error)
             for _, other in found:
                 assert torch.equal(other, first_state), case
+
+    def test_an_error_of_one_rank_is_printed_with_its_number(self, tmp_path):
+        driver = tmp_path / "driver.py"
+        driver.write_text(FAILING)
+        code, said = started_by_torchrun(driver, [*SMALL_WORDS, "--out", f"{tmp_path / 'out'}"])
+        assert code == 1
+        assert "rank 1: train.py: error: [Errno 5] Input/output error: 'photo-17.png'" in said
 
     def test_every_method_is_stopped_and_goes_on(self, tmp_path):
         """With two ranks to the bit. torchrun ends both when one dies, and starts them again."""

@@ -3,7 +3,9 @@
 `python -m pytest training -k TestRuns` runs one group.
 """
 
+import contextlib
 import fcntl
+import io
 import itertools
 import json
 import math
@@ -716,7 +718,7 @@ hard | there is no hard
 --compare hcl --loss ot | argument --loss: not allowed with argument --compare
 --size 4 | --size is 4
 --method bank --momentum 1 | momentum is 1
---method diffhard --size 24 | size is 24
+--method diffhard --size 40 | --size is 40; it must be a power of two here, such as 32
 --seeds 0 | --seeds is 0
 --device abacus | --device is abacus
 --device cuda:77 | --device is cuda:77
@@ -724,6 +726,7 @@ hard | there is no hard
 """
 FOUND_LATER = f"""\
 --out {__file__}/run | Not a directory
+--out {__file__} | --out is {__file__}, a file; it must be a folder
 --method queue --queue-size 800 | queue_size is 800
 --data no/such/folder | --data is no/such/folder
 """
@@ -830,9 +833,57 @@ class TestCommand:
         assert said.startswith("2 train.py: error: ") and complaint in said
         assert said.count("\n") == 1 and not list(tmp_path.iterdir())
 
+    BROKEN = [("seconds", "soon"), ("seconds", -1), ("seconds", True), ("history", 3)]
+    BROKEN += [("history", [{"loss": "low"}]), ("seen", [1]), ("content", None), ("args", [])]
+    BROKEN += [("training", {}), ("training", {"epoch": 10**6, "step_in_epoch": 0})]
+
+    @pytest.mark.parametrize("name, value", BROKEN)
+    def test_a_checkpoint_of_other_values_is_refused(self, name, value, stopped, capsys):
+        torch.save(stopped[1] | {name: value}, stopped[0] / "checkpoint.pt")
+        said = quit_with([*SMALL_WORDS, "--out", stopped[0]], capsys)
+        assert said.startswith("2 train.py: error: ") and said.count("\n") == 1
+        assert "--overwrite" in said or f"{name} is " in said
+
+    @pytest.fixture
+    def stopped(self, tmp_path, small_shapes, monkeypatch, capsys):
+        """A run that was stopped after its first epoch: its folder, and its state."""
+        with monkeypatch.context() as patch:
+            patch.setattr(report, "measure", Mock(side_effect=KeyboardInterrupt))
+            quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
+        return tmp_path, runs.read_checkpoint(tmp_path, "cpu")
+
+    def test_nothing_of_others_is_removed_or_overwritten(self, tmp_path, small_shapes, capsys):
+        names = [".lock", "checkpoint.pt.part", "results.json.part", "report.html.part"]
+        for name in names:
+            (tmp_path / name).write_text("precious")
+        finish(tmp_path, report=True)
+        assert {(tmp_path / name).read_text() for name in names} == {"precious"}
+        for name in ("checkpoint.pt", "results.json"):
+            (tmp_path / name).unlink()
+        (tmp_path / "report.html").write_text("of something else")
+        said = quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
+        assert "it must be a folder without report.html of something else, or go with" in said
+        assert (tmp_path / "report.html").read_text() == "of something else"
+        finish(tmp_path, overwrite=True)
+
+    @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "cp1251"])
+    def test_output_of_any_encoding(self, encoding, tmp_path, small_shapes, monkeypatch):
+        """None of these has all of β, τ, × and ä."""
+        raw = io.BytesIO()
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding=encoding))
+        for words in (["--help-all"], [*SMALL_WORDS, "--out", f"{tmp_path / 'ä'}"]):
+            with contextlib.suppress(SystemExit):
+                train.main(words)
+            sys.stdout.flush()
+        assert b"--temperature" in raw.getvalue() and b"The results are in" in raw.getvalue()
+
     @pytest.mark.parametrize("name", ["checkpoint.pt", "results.json"])
     def test_a_file_that_is_not_of_a_run_is_said(self, name, tmp_path, capsys):
-        for content in ("", "[1]", "PK"):
+        options = train.Options(out=tmp_path, **SMALL)
+        content = runs.content_of(train.read(options))
+        no_figures = json.dumps({"options": options.of_the_run(), "content": content})
+        for content in ("", "[1]", "PK", no_figures):
             (tmp_path / name).write_text(content)
             said = quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
             assert said.startswith(f"2 train.py: error: {tmp_path / name} cannot be read")
