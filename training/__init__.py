@@ -60,7 +60,11 @@ def shown(text):
 
 def simplify_output():
     """Let a warning be its message alone, and replace what the encoding of an output lacks."""
-    warnings.formatwarning = lambda message, *_, **__: f"{shown(message)}\n"
+
+    def message_alone(message, *_, **__):
+        return f"{shown(message)}\n"
+
+    warnings.formatwarning = message_alone
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

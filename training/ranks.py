@@ -24,7 +24,9 @@ if torch.cuda.is_available():
 def name():
     """Name this process, if it is not the first one, at the beginning of a message."""
     rank = os.environ.get("RANK", "0")
-    return f"rank {rank}: " if COUNT > 1 and rank != "0" else ""
+    if COUNT == 1 or rank == "0":
+        return ""
+    return f"rank {rank}: "
 
 
 def is_first():

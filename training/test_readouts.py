@@ -58,7 +58,8 @@ class TestReadouts:
 
     @given(**SEEDS, k=st.sampled_from([1, 7, 100]))
     def test_knn_accuracy_is_that_of_a_plain_loop(self, seed, k):
-        x, y = normal(seed, 30, 4), normal(seed + 1, 1030, 4)
+        x = normal(seed, 30, 4)
+        y = normal(seed + 1, 1030, 4)
         labels, right = rng(seed).integers(3, size=1060), 0
         cosines = oracle.unit(y) @ oracle.unit(x).T
         for row, label in zip(cosines, labels[30:], strict=True):
@@ -166,8 +167,8 @@ class TestEmbed:
         with Operations() as operations:
             found = readouts.uniformity(x, t)
         assert not found.requires_grad
-        distances = torch.nn.functional.pdist(hardneg.unit(x))
-        close(found, (-t * distances.square()).exp().mean().log(), 1e-12)
+        squares = torch.nn.functional.pdist(hardneg.unit(x)).square()
+        close(found, (-t * squares).exp().mean().log(), 1e-12)
         assert operations.bytes <= 2**23
 
     def test_uniformity_names_what_it_cannot_measure(self):
