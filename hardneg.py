@@ -327,6 +327,7 @@ def transported(
 
 
 def own_rule(logits, weights):
+    """Weigh by a function of the user's."""
     try:
         log_w = weights(logits)
         _check_tensor("what weights returned", log_w, "", logits.shape, required=True)
@@ -423,6 +424,7 @@ def triplet(
 
 
 def own_objective(pos, neg, log_w, objective):
+    """Judge by a function of the user's."""
     dropped = torch.minimum(neg, log_w) < FAR  # by a mask or by the rule
     losses = objective(pos, neg.masked_fill(dropped, MASKED), log_w.masked_fill(dropped, MASKED))
     _check_tensor("what objective returned", losses, "", neg.shape[:1], required=True)
