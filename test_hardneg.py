@@ -1824,6 +1824,7 @@ hardneg.mine(documents[:1200], documents, 100)
 print(peak() - before)
 """
 
+    @pytest.mark.xdist_group("processes")
     @pytest.mark.skipif(sys.platform != "linux", reason="how much is resident is Linux's to say")
     def test_resident_memory_is_linear(self, tmp_path, monkeypatch):
         """A matrix of all pairs would have 256 MiB, and 229 for mining. That of a block has 4, and
@@ -2054,6 +2055,7 @@ class TestReadyForAGPU:
         assert len(reads) > 9 and not any(reads)
 
 
+@pytest.mark.xdist_group("processes")
 class TestGather:
     """With a `group` two processes do what one does that has all samples; `gather` joins rows."""
 

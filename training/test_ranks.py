@@ -189,6 +189,7 @@ def trained_alone():
     return [train_a_little(*case, None) for *case, error in CASES]
 
 
+@pytest.mark.xdist_group("processes")
 class TestRanks:
     """Several processes, started by torchrun."""
 
