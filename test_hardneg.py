@@ -2026,6 +2026,7 @@ class TestReadyForAGPU:
         launches = [name for name in operations.names if name not in ("device", "detach")]
         assert 250 < len(launches) < 1000
 
+    @HAS_FAKES
     def test_finding_stays_on_the_device(self):
         """There are no values to read on a fake one."""
         margins = {"relative_margin": 0.05, "absolute_margin": 0.01}
