@@ -1,5 +1,5 @@
 """Hard-negative contrastive learning in one file that you can copy into your project.
-Version 3.0.0, for Python 3.11 and torch 2.5 or newer, compiled or over ranks for torch 2.10.
+Version 3.0.0, for Python 3.11 and torch 2.5 or newer. torch.compile needs torch 2.10.
 Copyright 2026 the hardneg authors. You may use it under the MIT licence.
 
 An encoder learns without labels if it pulls two views of a sample together and pushes other

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import hardneg
 import train
-from test_hardneg import ALONE, HERE, embeddings, start
+from test_hardneg import ALONE, HERE, TORCH, embeddings, start
 from training import images
 
 README = (HERE / "README.md").read_text()
@@ -197,6 +197,8 @@ class TestRecipes:
 
     @pytest.mark.parametrize("title", sorted(VALUED))
     def test_values_are_those_of_the_comments_and_of_peers(self, title):
+        if title == "Finding negatives" and TORCH < (2, 7):
+            pytest.skip("older versions draw other exponential numbers")
         names, said = self.run(title)
         assert said
         for name, number in said.items():

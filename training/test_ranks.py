@@ -100,11 +100,21 @@ class Small(nn.Module):
         return features, self.linear(features)
 
 
+class OfAnImage(nn.GroupNorm):
+    """Normalise each image alone. In channels_last older versions of torch crash."""
+
+    def __init__(self, channels):
+        super().__init__(1, channels)
+
+    def forward(self, x):
+        return super().forward(x.contiguous())
+
+
 def without_batches(network):
     """Replace BatchNorm by a norm of each image."""
     for name, part in network.named_children():
         if type(part) is nn.BatchNorm2d:
-            setattr(network, name, nn.GroupNorm(1, part.num_features))
+            setattr(network, name, OfAnImage(part.num_features))
         else:
             without_batches(part)
 
