@@ -28,7 +28,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng as rng
-from scipy.optimize import linear_sum_assignment, linprog
+from scipy.optimize import linprog
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
@@ -50,9 +50,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 pytestmark = pytest.mark.filterwarnings("ignore:Sinkhorn|Debiasing|None of|The first row")
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# older versions cannot trace how options are joined, and ask the driver of a fake GPU
-COMPILES = pytest.mark.skipif(TORCH < (2, 10), reason="torch.compile makes one graph from 2.10 on")
-HAS_FAKES = pytest.mark.skipif(TORCH < (2, 10), reason="a fake GPU needs no driver from 2.10 on")
+UNABLE = "older versions cannot trace how options are joined, and ask the driver of a fake GPU"
+RECENT = pytest.mark.skipif(TORCH < (2, 10), reason=UNABLE)
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HERE = Path(__file__).resolve().parent
@@ -585,12 +584,6 @@ def stays_on_the_device(training):
     assert {value.device.type for value in (x, *figures.values())} == {DEVICE}
 
 
-@pytest.fixture
-def plain_views(monkeypatch):
-    """Let a view be the image itself."""
-    monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
-
-
 RANKS = """
 import os
 import sys
@@ -600,10 +593,9 @@ import test_hardneg
 torch.distributed.init_process_group("gloo")
 group = torch.distributed.group.WORLD
 found = test_hardneg.losses_of(group)
-if torch.distributed.get_rank() == 0:
+if group.rank() == 0:
     torch.save(found, sys.argv[1])
-rank = torch.distributed.get_rank()
-test_hardneg.refuse(group, rank)
+test_hardneg.refuse(group, group.rank())
 torch.distributed.barrier()
 os._exit(0)  # at a usual end gloo's threads may abort a process whose work is done
 """
@@ -638,17 +630,6 @@ class Wrapped(nn.Module):
 
     def forward(self, x):
         return hardneg.in_micro_batches(lambda rows: self.encoder(rows), 2)(x)
-
-
-def in_few(encoder, x, group):
-    """Compute a loss in micro-batches, and the gradient that DDP has averaged."""
-    few = Wrapped(encoder)
-    if group is not None:
-        few = nn.parallel.DistributedDataParallel(few)
-    encoder.zero_grad()
-    value = contrastive_loss(*few(x).chunk(2), group=group)
-    value.backward()
-    return [value.detach(), encoder.weight.grad]
 
 
 def of_one_view(images, texts, share, group):
@@ -696,7 +677,13 @@ def losses_of(group):
     images, texts, given = (encoder(view[share]) for view in inputs)
     for value in of_one_view(images, texts, share, group):
         add(value)
-    found += in_few(encoder, inputs[:2, share].flatten(0, 1), group)
+    few = Wrapped(encoder)
+    if group is not None:
+        few = nn.parallel.DistributedDataParallel(few)
+    encoder.zero_grad()
+    value = contrastive_loss(*few(inputs[:2, share].flatten(0, 1)).chunk(2), group=group)
+    value.backward()
+    found += [value.detach(), encoder.weight.grad]
     options = {"reduction": "none", "block_size": 4, "group": group}
     each = contrastive_loss(images, texts, **options)  # of the own anchors
     found.append(each.detach().view(2, -1)[:, :3])  # those of the first rank
@@ -839,10 +826,6 @@ class TestSinkhorn:
         rows = torch.exp(f[:, None] + kernel + g).sum(1)
         close((rows - 1 / 5).abs().sum(), error, 1e-12)
 
-    def test_refuses_to_take_no_step(self):
-        with refused("^max_steps is 0; it must be "):
-            couple(torch.zeros(2, 2), max_steps=0)
-
     def test_nan_stops_it(self):
         kernel = Mock(return_value=[torch.full((3, 3), math.nan)])
         with pytest.raises(hardneg.NotFinite, match="^log_kernel has NaN"):
@@ -885,7 +868,7 @@ class TestDebiased:
 
     @pytest.mark.parametrize("easy, warns", [(1, False), (2, False), (3, True)])
     def test_warns_if_the_floor_binds_for_more_than_half(self, easy, warns):
-        """A view far from its other one, beside views that are equal."""
+        """A view far from its other one, beside equal ones. A warning names the caller's line."""
         x = torch.eye(5)[:4]
         y = torch.cat([x[:easy], -x[easy:]])
         options = {"loss": "debiased", "temperature": 0.3, "reduction": "none"}
@@ -893,15 +876,10 @@ class TestDebiased:
             warnings.simplefilter("always")
             contrastive_loss(x, y, tau_plus=0.2, **options)
             contrastive_loss(x, y, **options)  # by default the floor says that all is well
-            _, stats = contrastive_loss(x, y, tau_plus=0.2, return_stats=True, **options)
-        assert stats["clamped"] == easy / 4 and len(said) == 2 * warns
-
-    def test_a_warning_names_the_callers_line(self):
-        x, module = torch.eye(4), hardneg.ContrastiveLoss("debiased", tau_plus=0.5)
-        for call in (partial(contrastive_loss, loss="debiased", tau_plus=0.5), module):
-            with pytest.warns(UserWarning, match="floor for most anchors") as said:
-                call(x, x)
-            assert said[0].filename == __file__
+            module = hardneg.ContrastiveLoss(tau_plus=0.2, **options)
+            _, stats = module(x, y, return_stats=True)
+        assert stats["clamped"] == easy / 4
+        assert [warning.filename for warning in said] == [__file__] * 2 * warns
 
 
 # ---- Sections 1 and 4: the loss, candidates
@@ -1080,15 +1058,6 @@ class TestContrastiveLoss:
 class TestNamedPositives:
     """One view has positives by `labels` or by `positive_index`; what cannot be meant is told."""
 
-    def test_sampled_candidates_have_corrected_logits(self):
-        """logQ: a candidate that is drawn with probability q has the logit s − log q."""
-        x, y, q = *embeddings(1, 2, 5, 3), torch.linspace(0.1, 0.9, 5).double()
-        logits = hardneg.unit(x) @ hardneg.unit(y).T / 0.1
-        wanted = (logits - q.log()).fill_diagonal_(0) + torch.diag(logits.diag())
-        index = torch.arange(5)
-        found = contrastive_loss(x, negatives=y, positive_index=index, log_weights=-q.log())
-        close(found, F.cross_entropy(wanted, index), 1e-12)
-
     def test_log_weights_of_any_size_do_not_mask(self):
         """Nor do they let the anchor's own sample count."""
         x, y = embeddings(1, 2, 4, 3)
@@ -1256,24 +1225,19 @@ class TestContrastiveLossModule:
         hinges = hardneg.ContrastiveLoss("hcl", objective="triplet", tau_plus=0.1)
         assert hinges.options["tau_plus"] == 0  # they are not debiased
 
-    def test_a_module_as_a_part_is_learned(self):
-        criterion = hardneg.ContrastiveLoss(weights=nn.PReLU())
-        assert [*criterion.state_dict()] == ["weights.weight"]
-        criterion(*embeddings(1, 2, 4, 3).float()).backward()
-        assert criterion.weights.weight.grad != 0
-
-    def test_a_learned_temperature_is_a_parameter(self):
+    def test_a_temperature_and_modules_are_learned(self):
         x, y = embeddings(3, 2, 4, 3)
-        learned = nn.Parameter(torch.tensor(0.4, dtype=torch.float64))
-        module = hardneg.ContrastiveLoss("hcl", temperature=learned)
-        assert list(module.parameters()) == [learned]
-        want = contrastive_loss(x, y, loss="hcl", temperature=0.1)
-        close(module(x, y, temperature=0.1), want, 1e-12)
-        module.load_state_dict({"temperature": torch.tensor(0.75, dtype=torch.float64)})
-        close(module(x, y), contrastive_loss(x, y, loss="hcl", temperature=0.75), 1e-12)
+        learned, weights = nn.Parameter(torch.tensor(0.4).double()), nn.PReLU().double()
+        module = hardneg.ContrastiveLoss(temperature=learned, weights=weights)
+        assert [*module.state_dict()] == ["temperature", "weights.weight"]
+        module(x, y).backward()
+        assert learned.grad != 0 and weights.weight.grad != 0
+        plain = partial(contrastive_loss, x, y, weights=weights)
+        close(module(x, y, temperature=0.1), plain(temperature=0.1), 1e-12)
+        module.load_state_dict({"temperature": torch.tensor(0.75)}, strict=False)
+        close(module(x, y), plain(temperature=0.75), 1e-12)
         nn.utils.parametrize.register_parametrization(module, "temperature", nn.Softplus())
-        want = contrastive_loss(x, y, loss="hcl", temperature=module.temperature.item())
-        close(module(x, y), want, 1e-12)
+        close(module(x, y), plain(temperature=module.temperature.item()), 1e-12)
 
     def test_its_repr_is_the_call_that_makes_it(self):
         """A function of the user's shows its name. A module of the user's is shown by torch."""
@@ -1295,9 +1259,7 @@ from hardneg import ContrastiveLoss, contrastive_loss
 
 x, t = torch.zeros(2, 3), torch.tensor(0.1)
 ContrastiveLoss("hcl", beta="x")  # wrong
-ContrastiveLoss("hcl", betta=1.0)  # wrong
 ContrastiveLoss(3)  # wrong
-contrastive_loss(x, x, loss="hcl", beta="x")  # wrong
 contrastive_loss(x, x, loss="hcl", betta=1.0)  # wrong
 contrastive_loss(x, x, loss=3)  # wrong
 contrastive_loss(x, x, temperature="warm")  # wrong
@@ -1422,41 +1384,33 @@ class TestLimits:
         slack = 2 * float(error) + 1e-9  # mass that is off its row may save its whole cost
         spent = float((torch.exp(f[:, None] + kernel + g) * torch.tensor(cost)).sum())
         least = float((exact_coupling(cost) * cost).sum())
-        if a == n:
-            close(cost[linear_sum_assignment(cost)].mean(), least, 1e-9)
         assert least - slack <= spent <= least + 0.05 * math.log(n) + slack
 
-    @given(**TWO_VIEWS, t=st.floats(0.2, 300), classes=st.sampled_from([2, 100]))
-    def test_high_temperature(self, seed, b, t, classes):
-        """τ² (L − first order) is within R³ / (36 √3 τ) of Var/2. A third cumulant is at most R³ /
-        (6 √3)."""
-        (x, y), labels = normal(seed, 2, b, 3), rng(seed).integers(classes, size=b)
-        pos, neg = similarities(x, y, labels)
-        views = map(torch.tensor, (x, y))
-        losses = contrastive_loss(*views, temperature=t, labels=labels, reduction="none")
-        n, push = (neg > -INF).sum(1), np.where(neg > -INF, neg, 0).sum(1)
-        # log(1 + N) − (N/(N + 1)) s⁺/τ + (1/(N + 1)) Σ_j s_j/τ: [4] Eq. 7, whose N counts s⁺, too
-        first_order = np.log(1 + n) - (n * pos[:, 0] - push) / (n + 1) / t
-        scaled = t**2 * (numpy(losses) - first_order)
-        for i in range(2 * b):
-            s = np.append(neg[i, neg[i] > -INF], pos[i])
-            most = np.ptp(s) ** 3 / (36 * math.sqrt(3) * t)
-            assert abs(scaled[i] - s.var() / 2) <= most + 1e-14 * t**2
+    TEMPERATURES = {"hot": st.floats(0.2, 300), "cold": st.floats(1e-3, 10)}
 
-    @given(**TWO_VIEWS, t=st.floats(1e-3, 10), classes=st.sampled_from([2, 100]))
-    def test_low_temperature(self, seed, b, t, classes):
-        """0 ≤ τ L − max(0, max_j s_j − s⁺) ≤ τ log(1 + N), attained by equal similarities."""
+    @given(**TWO_VIEWS, **TEMPERATURES, classes=st.sampled_from([2, 100]))
+    def test_ends_of_temperature(self, seed, b, hot, cold, classes):
+        """τ² (L − first order) is within R³ / (36 √3 τ) of Var/2. A third cumulant is at most R³ /
+        (6 √3). And 0 ≤ τ L − max(0, max_j s_j − s⁺) ≤ τ log(1 + N), attained by equal cosines."""
         (x, y), labels = normal(seed, 2, b, 3), rng(seed).integers(classes, size=b)
         pos, neg = similarities(x, y, labels)
-        limit = np.maximum(0, neg.max(1) - pos[:, 0])  # [4] Eq. 6
-        most = t * np.log(1 + (neg > -INF).sum(1))
         x, y = map(torch.tensor, (x, y))
         losses = partial(contrastive_loss, labels=labels, reduction="none")
-        off = t * numpy(losses(x, y, temperature=t)) - limit
+        n, push = (neg > -INF).sum(1), np.where(neg > -INF, neg, 0).sum(1)
+        # log(1 + N) − (N/(N + 1)) s⁺/τ + (1/(N + 1)) Σ_j s_j/τ: [4] Eq. 7, whose N counts s⁺, too
+        first_order = np.log(1 + n) - (n * pos[:, 0] - push) / (n + 1) / hot
+        scaled = hot**2 * (numpy(losses(x, y, temperature=hot)) - first_order)
+        for i in range(2 * b):
+            s = np.append(neg[i, neg[i] > -INF], pos[i])
+            most = np.ptp(s) ** 3 / (36 * math.sqrt(3) * hot)
+            assert abs(scaled[i] - s.var() / 2) <= most + 1e-14 * hot**2
+
+        limit, most = np.maximum(0, neg.max(1) - pos[:, 0]), cold * np.log(1 + n)  # [4] Eq. 6
+        off = cold * numpy(losses(x, y, temperature=cold)) - limit
         assert (off >= -1e-12).all() and (off <= most + 1e-12).all()
         close(losses(x, y, loss="triplet"), 2 * limit, 1e-12)
         one = x[:1].expand(b, 3)
-        close(t * losses(one, one, temperature=t), most, 1e-12)
+        close(cold * losses(one, one, temperature=cold), most, 1e-12)
 
 
 # ---- Section 6: finding
@@ -1595,8 +1549,6 @@ class TestDraw:
     def test_wrong_arguments(self, row, k):
         with refused("^log_w has NaN" if math.nan in row else "^k is "):
             hardneg.draw(torch.tensor([[0.0] * 3, row]), k)
-        with refused("^log_w is torch.int64"):  # as indices are
-            hardneg.draw(torch.zeros(2, 3).long(), 1)
 
 
 # ---- Section 8: checks
@@ -1648,7 +1600,6 @@ class TestInvalidArguments:
     WRONG += [("log_weights", torch.ones(4, 7), ()), ("log_weights", torch.ones(8).long(), ())]
     WRONG += [("log_weights", torch.ones(8) * INF, ()), ("negative_mask", torch.ones(8, 8), ())]
     WRONG += [("negative_mask", torch.ones(4, 8).bool(), k) for k in ((), (7,), (4, 2))]
-    WRONG += [("group", "world", ()), ("group", True, ())]
 
     SAID = [  # argument, its value, rows given; what the error says
         ("labels", torch.zeros(4), (2,), "a tensor (6) for 4 samples and 2 rows of negatives"),
@@ -1675,10 +1626,9 @@ class TestInvalidArguments:
     TENSORS = contrastive_loss.__kwdefaults__.keys() - {"return_stats"}
 
     @pytest.mark.parametrize("name", sorted({*hardneg.DEFAULTS, *TENSORS}))
-    def test_twenty_wrong_things_are_named(self, name):
+    def test_wrong_things_are_named(self, name):
         """Each error says which argument is wrong, of an option in few words, and none comes from
         inside torch."""
-        assert len(self.NOTHING) == 20
         x = embeddings(1, 2, 4, 3)
         for thing in self.NOTHING:
             rows = {"negatives": embeddings(2, 5, 3)} if name == "positive_index" else {}
@@ -1692,13 +1642,11 @@ class TestInvalidArguments:
 
     def test_functions_may_answer_in_16_bits(self):
         x = embeddings(1, 2, 4, 3)
-        usual = contrastive_loss(*x, weights=lambda s: s / 4, objective=lambda p, n, w: p[:, 0])
-        for dtype in (torch.float16, torch.bfloat16):
-            own = {"weights": lambda s, kind=dtype: (s / 4).to(kind)}
-            own["objective"] = lambda p, n, w, kind=dtype: p[:, 0].to(kind)
-            found = contrastive_loss(*x, **own)
-            assert found.dtype == torch.float64
-            assert abs(found - usual) < 0.05 * abs(usual)
+        wanted = contrastive_loss(*x, objective=lambda p, n, w: p[:, 0] + w.amax(1))
+        own = {"weights": lambda s: 0 * s.half(), "objective": lambda p, n, w: p[:, 0].half()}
+        found = contrastive_loss(*x, **own)
+        assert found.dtype == torch.float64
+        close(found, wanted, 0.01)
 
     @pytest.mark.parametrize("name, value, k, said", SAID)
     def test_errors_say_what_is_allowed(self, name, value, k, said):
@@ -1706,8 +1654,7 @@ class TestInvalidArguments:
         with refused(re.escape(said)):
             contrastive_loss(*torch.ones(2, 4, 3), **bank | {name: value})
 
-    @pytest.mark.parametrize("loss", PRESETS)
-    def test_embeddings_are_finite(self, loss):
+    def test_embeddings_are_finite(self):
         """A masked row does not reach the value, but its gradient would be 0 · NaN."""
         masks = {"negative_mask": torch.tensor([True, False])}, {"positive_index": [1, 1, 1, 1]}
         places = (0, "views[0]"), (5, "views[1]"), (9, "negatives")
@@ -1715,22 +1662,34 @@ class TestInvalidArguments:
             x = embeddings(2, 10, 3)
             x[place, 1] = value
             with refused(f"^{re.escape(name)} has NaN or inf"):
-                contrastive_loss(x[:4], x[4:8], negatives=x[8:], loss=loss, **mask)
+                contrastive_loss(x[:4], x[4:8], negatives=x[8:], **mask)
+        large = torch.full((3, 4), 6e4, dtype=torch.float16)  # their sum is not finite
+        assert contrastive_loss(large, large, normalize=False, temperature=1e6).isfinite()
 
     VIEW = torch.ones(4, 3)
-    MISTAKES = [  # views, options; what the error says
-        ([[VIEW, VIEW]], {}, r"(?s)^views\[0\] is \[tensor.*give views one by one"),
-        ([torch.ones(4, 2, 3)], {"labels": [0, 1, 0, 1]}, r" \(4, 2, 3\).* as in \*x.unbind\(1\)"),
-        ([torch.ones(0, 3)] * 2, {}, r"\(0, 3\), which is empty; it must"),
-        ([VIEW, VIEW], {"negatives": torch.ones(0, 3)}, r"^negatives .*\(0, 3\), which is empty"),
-        ([VIEW, VIEW.to("meta")], {}, r"^views\[1\] is on meta, views\[0\] on cpu"),
-        ([VIEW, VIEW], {"loss": "HCL"}, "did you mean 'hcl'"),
+    BANK, LONG = hardneg.MemoryBank(VIEW), 1e22 * VIEW
+    MISTAKES = [  # a call, and what the error says
+        (partial(contrastive_loss, torch.ones(4, 2, 3)), r" \(4, 2, 3\).* as in \*x.unbind\(1\)"),
+        (partial(contrastive_loss, VIEW, VIEW[:0]), r"^views.* \(0, 3\), which is empty; it must"),
+        (partial(contrastive_loss, VIEW, VIEW.to("meta")), r"is on meta, views\[0\] on cpu"),
+        (partial(contrastive_loss, VIEW, VIEW, loss="HCL"), "did you mean 'hcl'"),
+        (partial(couple, VIEW, max_steps=0), "^max_steps is 0; it must be "),
+        (partial(hardneg.draw, VIEW.long(), 1), "^log_w is torch.int64"),  # as indices are
+        (partial(hardneg.mine, LONG, LONG, 2, normalize=False), "^a product of queries and"),
+        (partial(hardneg.MemoryBank, VIEW * math.nan), "^rows has NaN"),
+        (partial(BANK.update, [1], VIEW[:1] * math.nan), "^z has NaN"),
+        (partial(BANK.update, [0, 1, 2], VIEW[:1]), r"^z is .* tensor \(3, 3\)"),
+        (lambda: tiny_game().imitate(IMAGES), r"16\), but the generator makes \(8, 3, 8, 8\)\. "),
+        (partial(begin, IMAGES[:1]), r"^len\(images\) is 1; it must be a whole number from 2 "),
+        (partial(begin, IMAGES, rate=1.0), "^a setting is 'rate'; it must be one of epochs, batch"),
+        (partial(hardneg.DiffHard, hardneg.ContrastiveLoss(), tiny_game()), "For pairs it must be"),
+        (partial(hardneg._descend, VIEW, None, "encoder"), "^The loss must be one number. Use "),
     ]
 
-    @pytest.mark.parametrize("views, options, said", MISTAKES)
-    def test_a_mistake_says_what_to_do(self, views, options, said):
+    @pytest.mark.parametrize("call, said", MISTAKES)
+    def test_a_mistake_says_what_to_do(self, call, said):
         with refused(said):
-            contrastive_loss(*views, **options)
+            call()
 
     @at_least(40)
     @given(**SEEDS, exponent=st.integers(-44, 38))
@@ -1739,27 +1698,14 @@ class TestInvalidArguments:
         x = embeddings(seed, 2, 6, 4)
         scaled = (x * 10.0**exponent).float()
         bank = hardneg.MemoryBank(x[0].float())
-        calls = [lambda: contrastive_loss(*scaled), lambda: hardneg.mine(*scaled, 2)]
-        calls += [lambda: hardneg.MemoryBank(scaled[0]).rows]
-        calls += [lambda: bank.update(torch.arange(6), scaled[0])]
+        calls = [partial(contrastive_loss, *scaled), partial(hardneg.mine, *scaled, 2)]
+        calls += [partial(hardneg.MemoryBank, scaled[0]), partial(bank.update, range(6), scaled[0])]
         if -21 <= exponent <= 17:
-            close(calls[0](), contrastive_loss(*x), 1e-3)
-            assert torch.equal(calls[1](), hardneg.mine(*x, 2))
-            close(calls[2](), oracle.unit(x[0].numpy()), 1e-3)
+            close(contrastive_loss(*scaled), contrastive_loss(*x), 1e-3)
         elif not -25 <= exponent <= 19:
             for call in calls:
                 with refused("overflow or underflow"):
                     call()
-
-    def test_inner_products_that_overflow_are_not_mined(self):
-        x = 1e19 * embeddings(1, 2, 4, 3).float()
-        with refused("^a product of queries and documents has NaN or inf"):
-            hardneg.mine(*x * 1e3, 2, normalize=False)
-
-    def test_large_embeddings_are_finite(self):
-        """Their sum is not."""
-        x = torch.full((3, 4), 6e4, dtype=torch.float16)
-        assert contrastive_loss(x, x, normalize=False, temperature=1e6).isfinite()
 
 
 # ---- Section 7: large batches and ranks
@@ -1857,30 +1803,21 @@ print(peak() - before)
             wanted = torch.autograd.functional.hessian(loss, x)
             close(torch.func.hessian(loss)(x), wanted, 1e-12)
 
-    @COMPILES
-    def test_compiles_with_an_option_that_varies(self):
-        """As for an annealed β: from its second value on it is a symbol of the graph."""
-        x, y = embeddings(1, 2, 6, 3)
-        loss = partial(contrastive_loss, x, y)
-        torch._dynamo.reset()
-        compiled = torch.compile(loss, backend="eager", fullgraph=True)
-        for beta in (1.0, 0.8, 0.5):
-            close(compiled(loss="hcl", beta=beta), loss(loss="hcl", beta=beta), 1e-10)
-
-    @COMPILES
+    @RECENT
     @pytest.mark.parametrize("loss", ["hcl", "hard", "triplet"])
-    def test_compiles_for_batches_of_any_size(self, loss):
+    def test_compiles_for_sizes_and_options_that_vary(self, loss):
+        """An annealed β is a symbol of the graph, as the size of a batch is."""
         torch._dynamo.reset()
         call = partial(contrastive_loss, loss=loss)
         compiled = torch.compile(call, backend="eager", fullgraph=True, dynamic=True)
-        for n in (6, 8, 11):
+        for n, beta in ((6, 1.0), (8, 0.8), (11, 0.5)):
             x, y = embeddings(n, 2, n, 3)
-            close(compiled(x, y), call(x, y), 1e-10)
+            close(compiled(x, y, beta=beta), call(x, y, beta=beta), 1e-10)
 
     CASES = [("hcl", 0, 6), ("hcl", 0, 600), ("ot", 0, 6), ("ot", 0, 600)]
     CASES += [("ppcl", 5, 6), ("hard-simple", 5, 6), ("triplet", 5, 600)]
 
-    @COMPILES
+    @RECENT
     @pytest.mark.parametrize("loss, k, samples", CASES)
     def test_compiles_with_the_encoder(self, loss, k, samples):
         """Value and gradient are those of eager code; an ordinary batch is one graph."""
@@ -1954,7 +1891,7 @@ class TestWhatIsReadRuns:
     EDITS += [("by_rule", {"loss": "hcl"}), ("answer", {"loss": "hcl"})]
     CASES = [(*edit, size, "mean") for edit in EDITS for size in (128, 600)]
     CASES += [(*edit, 128, "none") for edit in EDITS] + [("tilted", {"loss": "hcl"}, 600, "none")]
-    PATHS = itertools.product((128, 600), ("evaluation", "statistics", "compiled"))
+    PATHS = itertools.product((128, 600), ("evaluation", "statistics"))
     CASES += [("tilted", {"loss": "hcl"}, *path) for path in PATHS]
 
     @pytest.mark.parametrize("name, options, samples, asked", CASES)
@@ -1970,9 +1907,6 @@ class TestWhatIsReadRuns:
                     return loss()
             if asked == "statistics":
                 return loss(return_stats=True)[1]["ess"]
-            if asked == "compiled":
-                torch._dynamo.reset()
-                return torch.compile(loss, backend="eager")()
             return with_slope(loss(reduction=asked), x)[1]
 
         before = outcome()
@@ -1995,7 +1929,7 @@ class TestReadyForAGPU:
         assert len(operations.reads()) == (loss == "ot")
 
     @pytest.mark.parametrize("loss", PRESETS)
-    @pytest.mark.parametrize("device", [DEVICE, pytest.param("fake", marks=HAS_FAKES)])
+    @pytest.mark.parametrize("device", [DEVICE, pytest.param("fake", marks=RECENT)])
     def test_tensors_are_made_on_the_device(self, monkeypatch, loss, device):
         """On a GPU, if only a fake one, and beside the default device meta: a mix raises."""
         fake = device == "fake"
@@ -2015,7 +1949,7 @@ class TestReadyForAGPU:
                         value.sum().backward()
                 assert {y.device.type for y in (value, *stats.values())} == {device}
 
-    @HAS_FAKES
+    @RECENT
     @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
     def test_a_gpu_couples_in_few_launches(self, as_on_a_gpu, monkeypatch):
         """Eight steps of Sinkhorn, after which the error is looked at, on 8192 × 8192 pairs."""
@@ -2026,7 +1960,7 @@ class TestReadyForAGPU:
         launches = [name for name in operations.names if name not in ("device", "detach")]
         assert 250 < len(launches) < 1000
 
-    @HAS_FAKES
+    @RECENT
     def test_finding_stays_on_the_device(self):
         """There are no values to read on a fake one."""
         margins = {"relative_margin": 0.05, "absolute_margin": 0.01}
@@ -2103,6 +2037,7 @@ class TestViews:
     def test_one_transformation(self):
         x = random_images(size=64)
         close(hardneg.view(x, **PLAIN), x, 1e-6)
+        close(hardneg.view(x, **PLAIN, blur=1, sigma=(0, 0)), x, 1e-6)
         close(hardneg.view(x, **PLAIN | {"flip": 1}), x.flip(3), 1e-6)
         close(hardneg.view(x, **PLAIN | {"gray": 1}), transforms.rgb_to_grayscale(x, 3), 1e-3)
         blurred = hardneg.view(x, **PLAIN, blur=1, sigma=(1.5, 1.5))
@@ -2193,22 +2128,10 @@ class TestViews:
             assert plain.dtype == torch.float32
             close(plain, coarse, 1e-6)
 
-    def test_no_blur_is_its_limit(self):
-        x = random_images()
-        close(hardneg.view(x, **PLAIN, blur=1, sigma=(0, 0)), x, 1e-6)
-
     BYTES = torch.randint(0, 256, (4, 3, 16, 16), generator=seeded(0))
     # images, and the range that the error says
-    RANGES = [
-        (BYTES.float(), "0 to 255"),
-        (BYTES.int() * 256, "0 to 65280"),
-        (BYTES.int() - 128, "-128 to 127"),
-    ]
-    RANGES += [
-        (BYTES / 128 - 1, "-1 to 0.99"),
-        (BYTES / 0.0, "nan to nan"),
-        (BYTES / 200, "0 to 1."),
-    ]
+    RANGES = [(BYTES.int() * 256, "0 to 65280"), (BYTES / 128 - 1, "-1 to 0.99")]
+    RANGES += [(BYTES / 0.0, "nan to nan"), (BYTES / 200, "0 to 1.")]
 
     @pytest.mark.parametrize("pixels, found", RANGES)
     def test_pixels_out_of_range_are_refused(self, pixels, found):
@@ -2253,13 +2176,6 @@ class TestMemoryBank:
         wanted[index] = momentum * wanted[index] + (1 - momentum) * oracle.unit(numpy(z))
         close(bank.rows, oracle.unit(wanted), 1e-6)
         assert not bank.rows.requires_grad and bank.rows.dtype == torch.float64
-
-    def test_rows_of_another_shape(self):
-        bank = hardneg.MemoryBank(torch.eye(4))
-        for wrong in (torch.ones(3), torch.ones(1, 4)):
-            with refused(r"^z is .* tensor \(3, 4\)"):
-                bank.update(torch.arange(3), wrong)
-        assert torch.equal(bank.rows, torch.eye(4))
 
     def test_follow_moves_a_network_towards_another(self):
         layers = (nn.Linear(3, 3), nn.Linear(3, 3))  # each is there twice, and moves once
@@ -2436,8 +2352,9 @@ class TestGame:
 class TestBank:
     """`Bank` contrasts what it says."""
 
-    def test_bank_holds_the_embeddings_of_each_image(self, plain_views):
+    def test_bank_holds_the_embeddings_of_each_image(self, monkeypatch):
         """The loss is that of rows for each anchor, from which its own one is left out."""
+        monkeypatch.setattr(hardneg, "view", lambda images, *_, **__: images / 255)
         training = begin(IMAGES, "bank", method_options={"momentum": 0.0})
         bank, said, losses = training.method.bank, torch.zeros(240, 16), []
         z, update = hardneg.embed(training.encoder, IMAGES)[1], bank.update
@@ -2504,6 +2421,7 @@ class TestMicroBatches:
             assert sizes[-1] <= size + (size == 2) * n % 2, (n, size)
 
     def test_randomness_is_replayed(self):
+        """The backward pass embeds the views again."""
         network, x, found = Plain(nn.Dropout(0.5)), random_images(6, 8), []
 
         def in_parts(x):
@@ -2515,6 +2433,7 @@ class TestMicroBatches:
             torch.rand(100)
             found.append((loss, torch.autograd.grad(loss, network.layers[1].weight)[0]))
         same(*found, 1e-12)
+        assert network.seen == [2] * 9  # 3 parts forward and backward, 3 by hand
 
     def test_takes_and_returns_what_the_encoder_does(self):
         x, y = embeddings(1, 2, 5, 3)
@@ -2544,43 +2463,30 @@ class TestMicroBatches:
         z, nothing = hardneg.in_micro_batches(lambda z: (z, None), 4)(x)
         assert nothing is None and torch.equal(z, x)
 
-    def test_only_views_are_stored(self):
-        """The backward pass embeds them again."""
-        network = Plain()
-        hardneg.in_micro_batches(network, 2)(random_images(6, 8))[1].sum().backward()
-        assert network.seen == [2] * 3 + [2] * 3
-
-    def test_in_training(self):
-        training, sizes = begin(IMAGES, micro_batch=50), []
-        backbone = training.encoder.backbone
-        backbone.register_forward_pre_hook(lambda module, x: sizes.append(len(x[0])))
-        assert list(training) and set(sizes) == {40}  # 2 × 80 views in parts of at most 50
-
 
 class TestDefaultDtype:
     """What a process has set as its default dtype changes no result."""
 
+    @pytest.fixture(autouse=True)
+    def back_to_float32(self):
+        yield
+        torch.set_default_dtype(torch.float32)
+
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_of_training(self, name, dtype):
+        trainings = [begin(IMAGES[:40], name, epochs=1, batch_size=20) for _ in range(2)]
         runs = []
-        for default in (torch.float32, dtype):
-            training = begin(IMAGES[:40], name, epochs=1, batch_size=20)
+        for training, default in zip(trainings, (torch.float32, dtype), strict=True):
             torch.set_default_dtype(default)
-            try:
-                runs.append([figures["loss"] for figures in training if "loss" in figures])
-            finally:
-                torch.set_default_dtype(torch.float32)
+            runs.append([figures["loss"] for figures in training if "loss" in figures])
         assert len(runs[0]) >= 2 and runs[0] == runs[1]
 
     def test_of_a_training_that_was_made_under_it(self):
         torch.set_default_dtype(torch.float64)
-        try:
-            figures = list(begin(IMAGES[:40], "diffhard", epochs=1, batch_size=20))
-            assert finite(*tensors_of(figures))
-            assert hardneg.view(IMAGES[:2]).dtype == torch.float32
-        finally:
-            torch.set_default_dtype(torch.float32)
+        figures = list(begin(IMAGES[:40], "diffhard", epochs=1, batch_size=20))
+        assert finite(*tensors_of(figures))
+        assert hardneg.view(IMAGES[:2]).dtype == torch.float32
 
 
 class TestSchedules:
@@ -2753,25 +2659,29 @@ class TestTraining:
         with pytest.raises(FloatingPointError, match=message):
             list(training)
 
-    def test_a_backward_pass_is_not_under_autocast(self):
+    def test_a_step_under_autocast(self):
+        """Its backward pass is without, and cached weights do not outlive it."""
         x, slopes = embeddings(1, 8, 8).float(), []
         for enabled in (False, True):
             torch.manual_seed(0)
             layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
             loss = layers(x).square().sum()
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                before = layers(x)
                 hardneg._descend(loss, torch.optim.SGD(layers.parameters(), 0.1), "layers")
+                assert (layers(x) - before).abs().max() > 0.1
             slopes.append(layers[0].weight.grad)
         assert torch.equal(*slopes)
 
     BFLOAT16 = [*((name, True) for name in METHODS), ("bank", False)]
 
     @pytest.mark.parametrize("name, enabled", BFLOAT16)
-    def test_bfloat16(self, name, enabled):
-        training, found = begin(IMAGES, name, epochs=1, bfloat16=enabled), set()
-        training.encoder.head.register_forward_hook(lambda _, x, z: found.add(z.dtype))
+    def test_bfloat16_in_micro_batches(self, name, enabled):
+        training, found = begin(IMAGES, name, epochs=1, bfloat16=enabled, micro_batch=50), []
+        training.encoder.head.register_forward_hook(lambda _, x, z: found.append(z))
         figures = tensors_of(list(training))
-        assert found == {torch.bfloat16 if enabled else torch.float32}
+        assert max(len(z) for z in found) <= 50
+        assert {z.dtype for z in found} == {torch.bfloat16 if enabled else torch.float32}
         assert {x.dtype for x in (*figures, *training.encoder.parameters())} == {torch.float32}
         assert len(figures) >= 7 and finite(*figures, *training.encoder.parameters())
 
@@ -2781,14 +2691,6 @@ class TestTraining:
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
         found = [hardneg._has_bfloat16(torch.device(name)) for name in ("cpu", "cuda")]
         assert found == [True, False]
-
-    def test_weights_cached_by_autocast_do_not_outlive_a_step(self):
-        layer, x = nn.Linear(2, 1), torch.ones(1, 2)
-        optimizer = torch.optim.SGD(layer.parameters(), 10.0)
-        with torch.autocast("cpu", torch.bfloat16):
-            before = layer(x)
-            hardneg._descend(before.float().sum(), optimizer, "layer")
-            assert (before - layer(x)).item() == pytest.approx(30, rel=0.02)  # 10 of each parameter
 
     INVALID = [("training", "lr", x) for x in (0, math.nan)]
     INVALID += [("training", "epochs", 0), ("training", "batch_size", 1)]
@@ -2800,30 +2702,6 @@ class TestTraining:
     INVALID += [("game", "batch_size", 1), ("encoder", "size", 33), ("encoder", "name", "large")]
     INVALID += [("view", "images", x) for x in (None, [[[[0.5]]] * 3])]
     INVALID += [("view", "images", torch.ones(size)) for size in ((3, 8, 8), (2, 1, 8, 8))]
-    CONDITIONS = [  # a call, and what the error says
-        (
-            lambda: tiny_game().imitate(random_images(4, 16)),
-            r"^images has shape \(4, 3, 16, 16\), but the generator makes \(4, 3, 8, 8\)\. ",
-        ),
-        (
-            partial(make, "diffhard", hardneg.ContrastiveLoss(), None, IMAGES),
-            "^objective is nce. For pairs it must be ppcl",
-        ),
-        (partial(begin, IMAGES[:1]), r"^len\(images\) is 1; it must be a whole number from 2 "),
-        (
-            partial(begin, IMAGES, rate=1.0),
-            "^a setting is 'rate'; it must be one of epochs, batch_size, lr, weight_decay",
-        ),
-        (
-            lambda: hardneg._descend(torch.ones(2), None, "encoder"),
-            '^The loss must be one number. Use reduction="mean"',
-        ),
-        (lambda: hardneg.MemoryBank(torch.ones(3, 2) * math.nan), "^rows has NaN"),
-        (
-            lambda: hardneg.MemoryBank(torch.ones(3, 2)).update([1], torch.ones(1, 2) * math.nan),
-            "^z has NaN",
-        ),
-    ]
 
     @pytest.mark.parametrize("of, name, value", INVALID)
     def test_invalid_arguments_are_named(self, of, name, value):
@@ -2836,8 +2714,3 @@ class TestTraining:
         call = calls.get(of, lambda **option: begin(IMAGES, of, method_options=option))
         with refused(f"^{name} is .*; it must be "):
             call(**{name: value})
-
-    @pytest.mark.parametrize("call, said", CONDITIONS)
-    def test_conditions_are_said(self, call, said):
-        with refused(said):
-            call()
