@@ -1001,8 +1001,7 @@ def unit(x: Tensor) -> Tensor:
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if _may_read(norm):
-        low, high = map(float, norm.detach().aminmax())
-        if high == INF or low == 0 and (x * (norm == 0)).any():
+        if norm.sum() == INF or not norm.all() and (x * (norm == 0)).any():
             raise NotFinite("Squares of a row overflow or underflow. Divide by its largest entry.")
     return x / (norm + (norm == 0))
 
@@ -1168,8 +1167,7 @@ def _check_call(options, views, negatives, positive_index, labels, mask, log_wei
         raise InvalidArgument(f"views has length {len(views)}. Give {needs}.")
     ranks = 1
     if group is not None:
-        is_group = isinstance(group, distributed.ProcessGroup)
-        _require(is_group, "group", _describe(group), "a process group")
+        _require(hasattr(group, "rank"), "group", _describe(group), "a process group")
         ranks = distributed.get_world_size(group)
         if _may_read(views[0]):
             _check_ranks(views, group)
@@ -1431,6 +1429,7 @@ def follow(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
     """Move the parameters and buffers θ' of a follower towards those of a leader, θ.
         θ' ← m θ' + (1 − m) θ    for a momentum m in [0, 1]. Whole numbers are copied
     The networks may differ in dtype, device and wrappers. Ref: [8]; [3] Eq. 7"""
+    _check("momentum", momentum, [0, 1.0])
     leader, follower = _unwrapped(leader), _unwrapped(follower)
     leaders = dict(leader.named_parameters()) | dict(leader.named_buffers())
     followers = dict(follower.named_parameters()) | dict(follower.named_buffers())
@@ -1881,7 +1880,9 @@ class Training:
     def __iter__(self) -> Iterator[dict]:
         while self.epoch < self.epochs:
             shuffle = torch.Generator().manual_seed(self.seed * 100_003 + self.epoch)
-            order = torch.randperm(len(self.images), generator=shuffle).to(self.images.device)
+            order = torch.randperm(len(self.images), generator=shuffle, device="cpu").to(
+                self.images.device
+            )
             own = order[self.rank : len(order) // self.ranks * self.ranks : self.ranks]
             for index in own.tensor_split(self.steps_per_epoch)[self.step_in_epoch :]:
                 position = self.epoch * self.steps_per_epoch + self.step_in_epoch

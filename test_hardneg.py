@@ -1677,6 +1677,7 @@ class TestInvalidArguments:
         (partial(hardneg.draw, VIEW.long(), 1), "^log_w is torch.int64"),  # as indices are
         (partial(hardneg.mine, LONG, LONG, 2, normalize=False), "^a product of queries and"),
         (partial(hardneg.MemoryBank, VIEW * math.nan), "^rows has NaN"),
+        (partial(hardneg.follow, nn.ReLU(), nn.ReLU(), 99), "^momentum is 99; it must be"),
         (partial(BANK.update, [1], VIEW[:1] * math.nan), "^z has NaN"),
         (partial(BANK.update, [0, 1, 2], VIEW[:1]), r"^z is .* tensor \(3, 3\)"),
         (lambda: tiny_game().imitate(IMAGES), r"16\), but the generator makes \(8, 3, 8, 8\)\. "),
@@ -2467,11 +2468,6 @@ class TestMicroBatches:
 class TestDefaultDtype:
     """What a process has set as its default dtype changes no result."""
 
-    @pytest.fixture(autouse=True)
-    def back_to_float32(self):
-        yield
-        torch.set_default_dtype(torch.float32)
-
     @pytest.mark.parametrize("name", METHODS)
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
     def test_of_training(self, name, dtype):
@@ -2481,6 +2477,11 @@ class TestDefaultDtype:
             torch.set_default_dtype(default)
             runs.append([figures["loss"] for figures in training if "loss" in figures])
         assert len(runs[0]) >= 2 and runs[0] == runs[1]
+
+    def test_of_a_default_device(self):
+        training = begin(IMAGES[:40], epochs=1, batch_size=20)
+        with torch.device("meta"):
+            assert len(list(training)) == 2
 
     def test_of_a_training_that_was_made_under_it(self):
         torch.set_default_dtype(torch.float64)

@@ -53,7 +53,7 @@ def kept(folder, files, size, decoded):
     try:
         for file in files:
             stat = os.stat(file)
-            facts += [os.path.abspath(file), stat.st_size, stat.st_mtime_ns]
+            facts += [os.path.abspath(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         path = folder / f"{hashlib.sha256(repr(facts).encode()).hexdigest()[:20]}.images"
         found = mapped(path, shape)
         if found is None:

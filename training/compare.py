@@ -1,9 +1,10 @@
 """Train with several losses and seeds, and compare what they learned."""
 
 import itertools
+import json
 from statistics import mean
 
-from training import ranks, report, require, runs
+from training import ranks, report, require, runs, shown
 from training.images import read
 
 
@@ -11,21 +12,25 @@ def compare(plan, train, out):
     """Train all runs of a plan that are not finished. Print a table of their results.
     plan has a list of `train.Options` for each row. `plan_of` makes it.
     train(options, images, known) trains one run and returns its results."""
-    in_order = list(seed_by_seed(plan))
+    in_order, path = list(seed_by_seed(plan)), out / "compare.json"
+    if path.exists():
+        with runs.readable(path):
+            if not all(isinstance(row, list) for row in json.loads(path.read_text()).values()):
+                raise TypeError("it is of something else")
     images = read(in_order[0][1])
     for _, options in in_order:
         runs.finished(options, images)  # raises before anything is trained if a folder is taken
     found, known = {name: [] for name in plan}, {}
     for name, options in in_order:
-        print(f"\n{options.out.name}")
+        print(f"\n{shown(options.out.name)}")
         found[name].append(train(options, images, known))
     if not ranks.is_first():
         return found
-    runs.write_json(out / "compare.json", found)
+    runs.write_json(path, found)
     print(f"\n{table_of(found)}\n")
     if len(found) > 1:
         print("A difference whose interval includes 0 is no evidence of a gain.")
-    print(f"The results are in {out}/")
+    print(f"The results are in {shown(out)}/")
     return found
 
 

@@ -87,10 +87,10 @@ def finished(options, images):
     if options.overwrite or undrawn or not path.exists():
         return None
     with readable(path):
-        results = json.loads(path.read_text())
+        results = json.loads(path.read_text(), parse_constant=int)  # NaN is an error
         require_same(options.out, results["options"], options.of_the_run())
         require_images(options, results["content"], images)
-        return results
+        return results | {"seed": options.seed}
 
 
 def require_same(folder, was, now):

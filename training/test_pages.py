@@ -179,11 +179,6 @@ class TestRecipes:
         "newest": (5.64058510685, 0.612966285784, 0.232419045791),
     }
 
-    @pytest.fixture(autouse=True)
-    def float32_after(self):
-        yield
-        torch.set_default_dtype(torch.float32)  # the first block sets float64
-
     @classmethod
     def run(cls, title, before="", after=""):
         """Run the first block and a section, with some text replaced → names, said numbers."""

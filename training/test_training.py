@@ -882,8 +882,12 @@ class TestCommand:
     def test_a_file_that_is_not_of_a_run_is_said(self, name, tmp_path, capsys):
         options = train.Options(out=tmp_path, **SMALL)
         content = runs.content_of(train.read(options))
-        no_figures = json.dumps({"options": options.of_the_run(), "content": content})
-        for content in ("", "[1]", "PK", no_figures):
+        (tmp_path / "compare.json").write_text('{"mine": 1}')
+        words = [*SMALL_WORDS, "--out", tmp_path, "--compare", "simclr"]
+        assert "compare.json cannot be read (TypeError)" in quit_with(words, capsys)
+        no_figures = {"options": options.of_the_run(), "content": content, "seed": 0}
+        bad = [no_figures, no_figures | {"seed": 7}, no_figures | {"linear": math.nan}]
+        for content in ("", "[1]", "PK", *map(json.dumps, bad)):
             (tmp_path / name).write_text(content)
             said = quit_with([*SMALL_WORDS, "--out", tmp_path], capsys)
             assert said.startswith(f"2 train.py: error: {tmp_path / name} cannot be read")
