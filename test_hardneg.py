@@ -1760,9 +1760,8 @@ def take(loss, n, **options):
 take("hcl", 8, weights=lambda s: s, block_size=4)
 take("ot", 8, epsilon=1.0)
 before = peak()
-for weights in ("tilted", lambda logits: 0.5 * logits):
-    for reduction in ("mean", "none"):
-        take("simclr", 4096, weights=weights, reduction=reduction)
+take("hcl", 4096)
+take("simclr", 4096, weights=lambda logits: 0.5 * logits, reduction="none")
 print(peak() - before)
 take("ot", 4096, epsilon=1.0)  # its blocks and those of the loss have different sizes
 print(peak() - before)
