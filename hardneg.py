@@ -1212,9 +1212,7 @@ def _check_negatives(negatives, views, options, labels, group):
     _check_tensor("negatives", negatives, "float", ("K", d), (b, "K", d))
     coupled = "potential" in takes(options["weight_function"])
     if negatives.ndim == 3 and (labels is not None or coupled):
-        raise InvalidArgument(
-            "With negatives (B, K, D) give no labels and no weights 'transported'."
-        )
+        raise InvalidArgument("Give negatives (B, K, D) no labels and no weights 'transported'.")
     if negatives.ndim == 2 and group is not None and _may_read(negatives):
         sums = gather(negatives.detach().sum(dtype=torch.float64)[None], group)
         if not torch.allclose(sums, sums[0], equal_nan=True):
@@ -1347,8 +1345,8 @@ def view(
         if blur > 0:
             radius = max(1, min(x.shape[2:]) // 20)  # the kernel is a tenth as wide as the image
             steps = torch.arange(-radius, radius + 1, device=x.device)
-            width = drawn(sigma).clamp_min(1e-3)[:, None]  # at 0 it would be NaN
-            kernel = torch.softmax(-((steps / width) ** 2) / 2, 1)
+            deviation = drawn(sigma).clamp_min(1e-3)[:, None]  # at 0 the kernel would be NaN
+            kernel = torch.softmax(-((steps / deviation) ** 2) / 2, 1)
             kernel = torch.where((drawn() < blur)[:, None], kernel, (steps == 0).to(x.dtype))
             x = F.pad(x, (radius,) * 4, mode="reflect")
             for dim in (2, 3):

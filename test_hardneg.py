@@ -1603,7 +1603,7 @@ class TestInvalidArguments:
 
     SAID = [  # argument, its value, rows given; what the error says
         ("labels", torch.zeros(4), (2,), "a tensor (6) for 4 samples and 2 rows of negatives"),
-        ("labels", torch.zeros(4), (4, 2), "give no labels and"),
+        ("labels", torch.zeros(4), (4, 2), "no labels and no weights"),
         ("positive_index", [0, 1, 2, 5], (5,), "has rows from 0 to 5. It can have −1 to 4"),
         ("positive_index", [0, 1, 2, 3], (), "names rows of negatives, but there are none"),
         ("temperature", torch.ones(2), (), "it must be a number from 1e-06 to 1000000"),

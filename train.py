@@ -23,17 +23,7 @@ import torch
 from tqdm import tqdm
 
 import hardneg
-from training import (
-    baselines,
-    compare,
-    flag_of,
-    ranks,
-    report,
-    require,
-    runs,
-    shown,
-    simplify_output,
-)
+from training import baselines, compare, flag_of, ranks, report, require, runs, shown, tidy_output
 from training.images import KNOWN, TORCHVISION, VIEWS, Images, read
 
 # What a loss or a method needs to learn something in a short run with the recipe adamw. A loss has
@@ -366,7 +356,7 @@ def learn(options, training, state, images):
 
 def main(argv):
     """Run a command. A user's mistake ends it with one line and exit code 2."""
-    simplify_output()
+    tidy_output()
     try:
         with ranks.joined():
             act(parse(argv))

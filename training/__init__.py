@@ -12,7 +12,7 @@ import warnings
 
 from hardneg import _require as require  # require(valid, name, got, allowed) raises InvalidArgument
 
-__all__ = ["flag_of", "named", "require", "shown", "simplify_output", "write_whole"]
+__all__ = ["flag_of", "named", "require", "shown", "tidy_output", "write_whole"]
 
 PART, LOCK = ".hardneg-part", ".hardneg-lock"  # endings of names that no other program gives
 
@@ -58,7 +58,7 @@ def shown(text):
     return written
 
 
-def simplify_output():
+def tidy_output():
     """Let a warning be its message alone, and replace what the encoding of an output lacks."""
 
     def message_alone(message, *_, **__):

@@ -13,7 +13,7 @@ def compare(plan, train, out):
     plan has a list of `train.Options` for each row. `plan_of` makes it.
     train(options, images, known) trains one run and returns its results."""
     in_order, path = list(seed_by_seed(plan)), out / "compare.json"
-    if path.exists():
+    if path.exists() and not in_order[0][1].overwrite:
         with runs.readable(path):
             if not all(isinstance(row, list) for row in json.loads(path.read_text()).values()):
                 raise TypeError("it is of something else")

@@ -41,10 +41,10 @@ TORCHVISION = {
 # "coloured" as in [4].
 VIEWS = {"default": {}, "small": {"area": (0.08, 1.0), "blur": 0.5}}
 VIEWS["coloured"] = {"jitter": 1.0, "hue": 0.4}
+ENDINGS = Image.registered_extensions()  # of names: the format
 # What Pillow decodes by itself. For others it may start a program, such as Ghostscript for EPS.
 FORMATS = "AVIF BMP DIB GIF ICO JPEG JPEG2000 MPO PCX PNG PPM SGI TGA TIFF WEBP".split()
-ENDINGS = Image.registered_extensions()  # of names: the format
-FORMATS = [name for name in FORMATS if name in Image.OPEN]
+FORMATS = sorted(Image.OPEN.keys() & FORMATS)
 # A folder is that of a split if its name has one of these words, in upper or lower case. If there
 # are several to test on, the first in this order is taken.
 TRAIN = ["train", "training"]

@@ -185,8 +185,9 @@ def doubt_of(results):
 def print_table(results, options):
     """Print the table of a run of `train.Options`, and the line of Python that makes its loss."""
     print(f"\n{table_of(results)}")
-    if doubt_of(results):
-        print(doubt_of(results))
+    doubt = doubt_of(results)
+    if doubt:
+        print(doubt)
     print(f"criterion = {options.criterion()}")
 
 
@@ -297,7 +298,8 @@ def verdict_of(results, classes):
         return verdict, f"Without training it is {before['uniformity']:.1f}."
     guess = f"Guessing among the {classes} classes would be right for {100 / classes:.1f} %."
     verdict = f"{results['linear']:.1f} % of test images are told right by linear readout"
-    return verdict, f"Without training it is {before['linear']:.1f} %. {guess} {doubt_of(results)}"
+    besides = f"Without training it is {before['linear']:.1f} %. {guess} {doubt_of(results)}"
+    return verdict, besides.rstrip()
 
 
 def command_of(options):

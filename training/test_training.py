@@ -885,6 +885,8 @@ class TestCommand:
         (tmp_path / "compare.json").write_text('{"mine": 1}')
         words = [*SMALL_WORDS, "--out", tmp_path, "--compare", "simclr"]
         assert "compare.json cannot be read (TypeError)" in quit_with(words, capsys)
+        train.main([str(word) for word in words] + ["--seeds", "1", "--overwrite"])
+        assert json.loads((tmp_path / "compare.json").read_text()).keys() == {"simclr"}
         no_figures = {"options": options.of_the_run(), "content": content, "seed": 0}
         bad = [no_figures, no_figures | {"seed": 7}, no_figures | {"linear": math.nan}]
         for content in ("", "[1]", "PK", *map(json.dumps, bad)):
