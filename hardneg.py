@@ -776,7 +776,7 @@ def mine(
         documents = project(documents).to(queries.dtype)
         batch = _Batch(queries, queries[:, :0], positives[:, :0], positives, candidates=documents)
         nearest, index = [], []
-        for some in batch.blocks(len(queries), max(64, 2**22 // size)):
+        for some in batch.blocks(n, max(64, 2**22 // size)):
             cosines = who(some, options)[1]  # (a, N)
             if labels is not None:  # those of all answers, which can be several
                 for column in some.named.unbind(1):
@@ -1000,8 +1000,9 @@ def unit(x: Tensor) -> Tensor:
     gradient passes unchanged. On a CPU squares that overflow or underflow are an error."""
     x = _upcast(x)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    if _may_read(norm):
-        if norm.sum() == INF or not norm.all() and (x * (norm == 0)).any():
+    if _may_read(norm) and len(x):
+        low, high = norm.detach().aminmax()
+        if high == INF or not low and (x * (norm == 0)).any():
             raise NotFinite("Squares of a row overflow or underflow. Divide by its largest entry.")
     return x / (norm + (norm == 0))
 
@@ -1255,7 +1256,7 @@ def _check_finite(name, x):
     if x is None or not _may_read(x):
         return
     # looking at the sum takes a fraction of the time, but it can overflow
-    if not (math.isfinite(x.detach().sum().item()) or x.isfinite().all()):
+    if not (math.isfinite(x.detach().sum()) or x.isfinite().all()):
         raise NotFinite(f"{name} has NaN or inf.")
 
 
@@ -1447,7 +1448,7 @@ def _unwrapped(network):
 
 def _descend(loss, optimizer, name, read=False, group=None):
     """Take a step down a loss, which must be finite. On a GPU only `read` checks, and waits."""
-    if loss.ndim > 0:
+    if loss.ndim:
         raise InvalidArgument('The loss must be one number. Use reduction="mean".')
     if (read or _may_read(loss)) and not loss.isfinite():
         raise FloatingPointError(f"The loss of the {name} is {loss.item()}.")
