@@ -223,8 +223,9 @@ CURVES = {
     ),
     "Cosines": (
         "positive negative spread",
-        "Two views of an image (positive) should become nearer than two images (negative). spread "
-        "is the standard deviation of the negatives of an anchor.",
+        "The cosine of two views (positive) should stay above that of two images (negative). "
+        "Before training both are high, so both may fall. spread is the standard deviation of the "
+        "negatives of an anchor.",
     ),
     "Shares": (
         "ess clamped",
