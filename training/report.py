@@ -201,7 +201,7 @@ PAGE = string.Template("""<!doctype html>
 :root { color-scheme: light dark } code { overflow-wrap: anywhere }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: auto; padding: 1rem }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 1rem 0 } h2 { font-size: 1.1rem; margin: 0 }
-pre { overflow-x: auto }
+pre { overflow-x: auto; font-size: min(1rem, 2.3vw) }
 main { display: flex; flex-wrap: wrap; gap: 2rem; margin: 2rem 0 }
 section { flex: 1 1 20rem } img { width: 100%; max-width: 36rem; background: white }
 </style><h1>$verdict</h1><p>$besides</p><p><code>$command</code></p><p>It trains with
