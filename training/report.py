@@ -334,7 +334,7 @@ def draw_curves(history):
         axis.set_xlabel("epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
         if axis.lines:
-            axis.legend(frameon=False)
+            figure.legend(loc="outside lower center", ncols=3)
             yield title, caption, figure
         plt.close(figure)
 
@@ -376,17 +376,20 @@ def draw_map(encoders, images):
     """Draw features of test images, before and after training, in the plane of `plane_of`."""
     figure, axes = plt.subplots(2, figsize=(5, 8), layout="constrained")
     labels = images.test_labels.cpu()
+    # after a space, as a legend leaves out what begins with _
+    names = [f" {shown(text)[:30]}" for text in images.classes[:10]]
     for axis, (name, encoder) in zip(axes, encoders.items(), strict=True):
         train, test = (hardneg.embed(encoder, x)[0].cpu() for x in (images.train, images.test))
         x = (test @ plane_of(train, images.train_labels.cpu())).T
         axis.scatter(x[0], x[1], s=6, color="0.9")  # there are ten colours
-        for k, text in enumerate(images.classes[:10]):
+        for k, text in enumerate(names):
             own = x[:, labels == k]
-            axis.scatter(own[0], own[1], s=6, color=plt.cm.tab10(k))
-            if encoder is encoders["trained"] and len(images.classes) <= 10:
-                box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1}
-                axis.text(*own.mean(1), text[:30], ha="center", parse_math=False, bbox=box)
+            axis.scatter(own[0], own[1], s=6, color=plt.cm.tab10(k), label=text)
         axis.set(title=name, xticks=[], yticks=[])
+    if len(images.classes) <= 10:
+        columns = 2 if max(map(len, names)) <= 13 else 1
+        with plt.rc_context({"text.parse_math": False, "legend.markerscale": 2}):  # $ is no formula
+            figure.legend(handles=axis.collections[1:], loc="outside lower center", ncols=columns)
     return "The features, before and after training", MAP, figure
 
 

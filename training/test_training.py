@@ -86,6 +86,15 @@ def times_of(folder):
     return {path.name: path.stat().st_mtime_ns for path in paths}
 
 
+def legend_of(figure):
+    """Return the names that a figure explains beside its axes, where they cover nothing."""
+    figure.draw_without_rendering()
+    boxes = [part.get_tightbbox() for part in figure.axes + figure.legends]
+    assert all(0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
+
+
 @pytest.fixture
 def small_shapes(monkeypatch):
     """Give the command a tenth of its built-in images."""
@@ -167,14 +176,13 @@ class TestReport:
 
     def test_a_map_names_ten_classes(self, few):
         """Names are no formulas. There are ten colours, and no room for more names."""
-        names = ["$10_$20", "_b", "\\frac$", *"defghijk"]
+        names = ["$10_$20", "_b", "\\frac$", 30 * "W", *"efghijk"]
         encoder = hardneg.Encoder(size=16)
         for some in (names[:10], names):
             images = few._replace(classes=some)
             _, _, figure = report.draw_map({"untrained": encoder, "trained": encoder}, images)
             assert report.png(figure)
-            shown = [text.get_text() for text in figure.axes[1].texts]
-            assert shown == (some if len(some) == 10 else [])
+            assert legend_of(figure) == ([f" {name}" for name in some] if len(some) == 10 else [])
             assert [len(axis.collections) for axis in figure.axes] == [11, 11]
 
     @pytest.mark.parametrize("n, epochs, wanted", [(2000, 12, 1000), (50_000, 60, 15_000)])
@@ -199,8 +207,8 @@ class TestReport:
         history.append({"epoch": 2, "loss": 2.0, "candidates": 30.0, "ess": 1.0, "clamped": 0.2})
         drawn = {}
         for title, _, figure in report.draw_curves(history):
-            lines = figure.axes[0].lines
-            drawn[title] = {x.get_label(): x.get_xydata().tolist() for x in lines}
+            drawn[title] = {x.get_label(): x.get_xydata().tolist() for x in figure.axes[0].lines}
+            assert legend_of(figure) == list(drawn[title])
         assert drawn == {
             "Loss": {"loss": [[1, 3], [2, 2]]},
             "Shares": {"clamped": [[1, 0.1], [2, 0.2]]},
