@@ -49,19 +49,19 @@ def execute(code, names):
     return said
 
 
-RECIPES = (HERE / "tutorial" / "RECIPES.md").read_text()
+RECIPES, RARE = ((HERE / "tutorial" / f"{name}.md").read_text() for name in ("RECIPES", "RARE"))
 
 
 def commands_of_papers():
-    """Return the words of the commands of train.py in the last block of the recipes."""
-    block = blocks("sh", RECIPES)[-1]
+    """Return the words of the commands of train.py in the last block of the rare recipes."""
+    block = blocks("sh", RARE)[-1]
     for name, words in reversed(re.findall(r'^(\w)="(.*)"$', block, re.M)):  # one has another
         block = block.replace(f"${name} ", f"{words} ")
     found = re.findall(r"^python train\.py ([^#\n]*)", block, re.M)
     return [words.split() for words in found]
 
 
-SHELL = "".join(blocks("sh") + blocks("sh", RECIPES)[:-1])
+SHELL = "".join(blocks("sh") + blocks("sh", RECIPES))
 COMMANDS = re.findall(r"train\.py([^#&\n]*)", SHELL)
 COMMANDS += re.findall(r"\| `(--.*?)` \|", README + "".join(path.read_text() for path in MORE))
 
@@ -107,40 +107,38 @@ class TestReadme:
     @pytest.mark.parametrize("words", sorted(set(COMMANDS)))
     def test_commands_parse(self, words):
         given = train.parse(words.split())
-        others = {"compare", "seeds"}
-        train.Options(**{name: x for name, x in given.items() if name not in others})
+        train.Options(**{k: x for k, x in given.items() if k not in ("compare", "seeds")})
 
     def test_set_up_commands_are_those_of_ci(self):
         commands, ci = "".join(blocks("sh")), (HERE / ".ci" / "run").read_text()
-        parts = "python3 -m venv .venv", "r requirements.txt", ".venv/bin/python -m pytest -q"
-        for part in parts:
+        for part in (
+            "python3 -m venv .venv",
+            "r requirements.txt",
+            ".venv/bin/python -m pytest -q",
+        ):
             assert part in commands and part in ci
 
     def test_links_lead_to_files_and_headings(self):
         for path in [HERE / "README.md", *(HERE / "tutorial").glob("*.md"), *MORE]:
-            for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", path.read_text()):
-                if link.startswith("https://"):
-                    continue
+            links = re.findall(r"\]\((?!https://)([^)#]*)#?([^)]*)\)", path.read_text())
+            for link, heading in links:
                 target = path.parent / link if link else path
                 assert target.stat().st_size > 1000, link
                 assert not heading or heading in headings(target), heading
 
 
 class TestRecipes:
-    """Each section of tutorial/RECIPES.md runs after the first block, and has the values it says.
+    """Each section of RECIPES and RARE runs after the first block, and has the values it says.
 
     PEERS are values of the packages that it names, each with the norm of the gradient and one
     projection: run once, on the CPU in float64. Those of hn_nce, dhn_nce, nce, graded, and from
-    eight on are of their formulas. That of exactly is of an option that hardneg 2.0.0 had,
-    debias="exact".
+    eight on are of their formulas. That of exactly is of debias="exact" of hardneg 2.0.0.
     """
 
-    PAGE = RECIPES
-    START, *SECTIONS = PAGE.split("\n## ")
-    TITLES = [text.split("\n")[0] for text in SECTIONS]
+    SECTIONS = {text.split("\n")[0]: text for text in (RECIPES + RARE).split("\n## ")}
     # the others need a run, packages that are not in requirements.txt, or a shell
-    VALUED = set(TITLES) - {"Beyond a million documents", "A sentence encoder", "Export"}
-    VALUED -= {"Commands", "The papers' own settings"}
+    VALUED = SECTIONS.keys() - {"# Recipes", "Beyond a million documents", "A sentence encoder"}
+    VALUED -= {"Export", "Commands", "The papers' own settings"}
     PEERS = {
         "ntxent": (1.527572614714, 0.700774085835, 0.087524511997),
         "dcl": (0.590678074554, 0.947746488411, 0.292461360234),
@@ -182,12 +180,11 @@ class TestRecipes:
     @classmethod
     def run(cls, title, before="", after=""):
         """Run the first block and a section, with some text replaced → names, said numbers."""
-        section = cls.SECTIONS[cls.TITLES.index(title)]
+        section = cls.SECTIONS[title]
         assert before in section
         names, said = {}, {}
-        for text in (cls.START, section):
-            for code in re.findall(r"```python\n(.*?)```", text, re.S):
-                said |= execute(code.replace(before, after) if before else code, names)
+        for code in blocks("python", cls.SECTIONS["# Recipes"] + section):
+            said |= execute(code.replace(before, after), names)
         return names, said
 
     @pytest.mark.parametrize("title", sorted(VALUED))
@@ -205,11 +202,12 @@ class TestRecipes:
                 np.testing.assert_allclose(found, self.PEERS[name], 1e-9, err_msg=name)
 
     def test_every_value_of_a_peer_and_every_section_is_used(self):
-        assert not [name for name in self.PEERS if f"\n{name} = " not in self.PAGE]
-        linked = set(re.findall(r"\]\(#(.*?)\)", self.START))
-        assert linked == headings(HERE / "tutorial" / "RECIPES.md") - {"recipes"}
-        lines = self.PAGE.splitlines()
-        assert len(lines) <= 590 and max(map(len, lines)) <= 100
+        assert not [name for name in self.PEERS if f"\n{name} = " not in RECIPES + RARE]
+        for name, page in (("RECIPES", RECIPES), ("RARE", RARE)):
+            linked = set(re.findall(r"\]\(#(.*?)\)", page.split("\n## ")[0]))
+            found, lines = headings(HERE / "tutorial" / f"{name}.md"), page.splitlines()
+            assert linked == found - {"recipes", "rare-recipes"}
+            assert len(lines) <= 400 and max(map(len, lines)) <= 100
 
     def test_clip_and_siglip_learn_their_scale_and_bias(self):
         names, _ = self.run("CLIP and SigLIP")
@@ -224,7 +222,7 @@ class TestRecipes:
         names, _ = self.run("A sentence encoder")
         assert not (names["near"] == torch.arange(32)[:, None]).any()
         with torch.no_grad():
-            x, y = names["embed"](names["queries"]), names["embed"](names["documents"])
+            x, y = names["encoder"](names["questions"]), names["encoder"](names["answers"])
         found = (hardneg.unit(x) @ hardneg.unit(y).T).argmax(1)
         assert (found == torch.arange(32)).sum() >= 30
 
@@ -240,9 +238,9 @@ class TestRecipes:
     def test_drawn_rows_are_of_the_window(self):
         names, _ = self.run("A window of ranks")
         s = F.normalize(names["x"]) @ F.normalize(names["rows"]).T
-        for a, chosen in enumerate(names["chosen"]):
+        for a, found in enumerate(names["found"].tolist()):
             others = [j for j in s[a].argsort(descending=True).tolist() if j != a]
-            assert set(chosen.tolist()) <= set(others[3:11]) and len(set(chosen.tolist())) == 2
+            assert set(found) <= set(others[3:11]) and len(set(found)) == 2
 
     def test_without_labels_a_copy_is_the_nearest(self):
         names, _ = self.run("Repeated documents")
@@ -252,14 +250,10 @@ class TestRecipes:
 
     def test_parts_by_tokens_hold_no_more_and_change_nothing(self):
         names, _ = self.run("Micro-batches by tokens")
-        words, seen = names["words"], []
-
-        def encoder(some):
-            seen.append(some.numel())
-            return words(some).sum(1)
-
-        z = names["by_tokens"](encoder, names["tokens"], names["lengths"], 24)
-        whole = words(names["tokens"]).sum(1)
+        words, ids, seen = names["words"], names["ids"], []
+        whole = words(ids).sum(1)
+        words.register_forward_pre_hook(lambda _, given: seen.append(given[0].numel()))
+        z = names["by_tokens"](lambda some: words(some).sum(1), ids, names["lengths"], 24)
         torch.testing.assert_close(z, whole)
         assert max(seen) <= 24 and len(seen) > 1
         found = [torch.autograd.grad(x.square().sum(), words.weight)[0] for x in (z, whole)]
@@ -269,24 +263,21 @@ class TestRecipes:
         """−sg(1 − P) log( e^p / Σ_j e^{s_j − log q'_j} ), P from the mean of the same terms."""
         names, _ = self.run("logQ correction")
         x, rows, q = (names[name] for name in ("x", "rows", "q"))
-        s = F.normalize(x) @ F.normalize(rows).T / 0.1
-        losses = []
+        s, losses = F.normalize(x) @ F.normalize(rows).T / 0.1, []
         for a in range(len(x)):
             other = torch.arange(len(rows)) != a
             share = q[other] / q[other].sum()  # of what is drawn among the others
             terms = torch.exp(s[a][other]) / share
             surely = s[a, a].exp() / (s[a, a].exp() + terms.mean())
             losses.append((1 - surely).detach() * (terms.sum().log() - s[a, a]))
-        (ours,) = torch.autograd.grad(names["corrected"], x, retain_graph=True)
-        (paper,) = torch.autograd.grad(sum(losses) / len(x), x)
-        torch.testing.assert_close(ours, paper, rtol=1e-9, atol=1e-12)
+        (off,) = torch.autograd.grad(names["corrected"] - sum(losses) / len(x), x)
+        assert off.abs().max() < 1e-12
 
     def test_the_module_for_a_trainer(self):
         names, _ = self.run("Pairs and n-tuples")
         assert names["columns"].shape[0] == 4 and (names["columns"] >= 0).all()
         columns = [names["x"], names["y"], *names["n"].unbind(1)]
-        model = nn.Identity()  # models of sentence-transformers take and return a dict
-        module = names["HardNegatives"](model, temperature=1 / 20)
+        module = names["HardNegatives"](nn.Identity(), temperature=1 / 20)  # models map a dict
         value = module([{"sentence_embedding": column} for column in columns], labels=None)
         assert value.item() == pytest.approx(self.PEERS["tuples"][0], rel=1e-10)
 
@@ -302,35 +293,21 @@ class TestRecipes:
         peer = losses.MultipleNegativesRankingLoss(model)
         torch.testing.assert_close(module(features), peer(features, None))
 
-    def test_ddp_with_a_group_of_one(self):
-        alone = {"store": distributed.HashStore(), "rank": 0, "world_size": 1}
-        distributed.init_process_group("gloo", **alone)
-        try:
-            of_one = "torch.distributed.group.WORLD, 0"
-            names, said = self.run("DDP and Lightning", "None, 0", of_one)
-        finally:
-            distributed.destroy_process_group()
+    def test_ddp_with_a_group_of_one(self, request):
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        request.addfinalizer(distributed.destroy_process_group)
+        names, said = self.run("DDP and Lightning", "None, 0", "torch.distributed.group.WORLD, 0")
         assert names["ranks"].item() == pytest.approx(said["ranks"], abs=1e-6)
 
     def test_the_step_of_lightning_trains(self):
         lightning = pytest.importorskip("lightning")
-        step = self.run("DDP and Lightning")[0]["training_step"]
+        own = {"training_step": self.run("DDP and Lightning")[0]["training_step"]}
         torch.set_default_dtype(torch.float32)
-
-        class Model(lightning.LightningModule):
-            training_step = step
-
-            def __init__(self):
-                super().__init__()
-                self.encoder = nn.Linear(16, 8)
-                self.criterion = hardneg.ContrastiveLoss("hcl")
-
-            def configure_optimizers(self):
-                return torch.optim.AdamW(self.parameters(), 1e-3)
-
-        model, pairs = Model(), torch.utils.data.TensorDataset(*torch.randn(2, 32, 16))
+        own["configure_optimizers"] = lambda self: torch.optim.AdamW(self.parameters(), 1e-3)
+        model = type("Model", (lightning.LightningModule,), own)()
+        model.encoder, model.criterion = nn.Linear(16, 8), hardneg.ContrastiveLoss("hcl")
         before = model.encoder.weight.clone()
-        loader = torch.utils.data.DataLoader(pairs, batch_size=8)
+        loader = torch.utils.data.DataLoader([*map(tuple, torch.randn(32, 2, 16))], batch_size=8)
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
         lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet).fit(model, loader)
         assert not torch.equal(before, model.encoder.weight)
@@ -344,8 +321,7 @@ class TestRecipes:
         labels = torch.arange(8) // 4
         some = images.Images(pixels, labels, pixels, labels, ["a", "b"])
         small = {"device": "cpu", "batch_size": 2, "out": None}
-        if options.method == "diffhard":
-            small |= {"width": 2, "pretrain": 1, "every": 1}
+        small |= {"width": 2, "pretrain": 1, "every": 1} if options.method == "diffhard" else {}
         _, training = train.build(options.but(**small), some)
         after_pretraining = (step for step in training if "loss" in step)
         steps = list(itertools.islice(after_pretraining, 2))
