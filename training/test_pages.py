@@ -169,6 +169,8 @@ class TestRecipes:
         "matryoshka": (6.943647489695, 2.723021435724, 3.177585276555),
         "dclw": (1.52253522713, 1.09223714359, 0.215353564942),
         "eight": (1.47367981297, 0.681690788182, 0.107959300254),
+        "smoothed": (2.78833573737, 0.730053567781, 0.423458283186),
+        "padded": (3.54608396288, 0.89606172481, 0.546048805019),
         "without": (1.94501037303, 0.881267886744, 0.158304492929),
         "limited": (6.32977838174, 4.89592442725, 0.345861377482),
         "tagged": (3.81527917448, 0.929048564691, -0.0815295216597),
@@ -272,6 +274,27 @@ class TestRecipes:
             losses.append((1 - surely).detach() * (terms.sum().log() - s[a, a]))
         (off,) = torch.autograd.grad(names["corrected"] - sum(losses) / len(x), x)
         assert off.abs().max() < 1e-12
+
+    def test_weights_have_the_values_of_their_papers(self):
+        """ADNCE: w ∝ exp(−½((cos − μ)/σ)²). Bayesian: w = f_hard / ((1 − τ⁺) f⁻ + τ⁺ f⁺) at Φ, with
+        f = 2α(1 − Φ) + 2(1 − α)Φ, where α is 1 − α for f⁺, and α(1 − β) : (1 − α)β for f_hard.
+        Φ solves F = (1 − τ⁺) F⁻ + τ⁺ F⁺, and F is the share of negatives that are not nearer."""
+        names, _ = self.run("ADNCE and Bayesian weights")
+        s, losses = F.normalize(names["x"]) @ F.normalize(names["rows"]).T, []
+        parts = [np.poly1d([1 - 2 * a, 2 * a, 0]) for a in (0.8, 0.2, 0.08 / (0.08 + 0.18))]
+        whole, hard = 0.9 * parts[0] + 0.1 * parts[1], parts[2]
+        for a, row in enumerate(s):
+            others = row[torch.arange(len(row)) != a]
+            shares = [(others <= cosine).double().mean().item() for cosine in others]
+            phis = [min((whole - share).roots, key=abs) for share in shares]
+            bell = torch.exp(-0.5 * ((others.detach() - 0.7) / 0.5) ** 2)
+            ranks = [hard.deriv()(phi) / whole.deriv()(phi) for phi in phis]
+            w = torch.stack([bell / bell.mean(), torch.tensor(ranks)])
+            losses.append(torch.log1p((w * torch.exp((others - row[a]) / 0.1)).sum(1)))
+        for name, value in zip(("adjusted", "posterior"), sum(losses) / len(losses), strict=True):
+            off = names[name] - value
+            (gradient,) = torch.autograd.grad(off, names["x"], retain_graph=True)
+            assert max(off.abs(), gradient.abs().max()) < 1e-12
 
     def test_the_module_for_a_trainer(self):
         names, _ = self.run("Pairs and n-tuples")
