@@ -6,16 +6,15 @@ in results/equal_time.json, and is not repeated. So stop it when you like, and s
 """
 
 import itertools
-import math
 import subprocess
 from pathlib import Path
 
 import common
 import descriptions
+import sentence_rows
 import torch
 from sentence_rows import PAIRS, SETTINGS, by_row
-from sentences import SEARCH, Run, evaluate, machine, read_encoder
-from torch import Tensor
+from sentences import BATCH, SEARCH, Run, evaluate, machine, read_encoder
 
 from training import report
 
@@ -29,31 +28,6 @@ ROWS = {
     "simclr, four times": {"pairs": 4 * PAIRS},
 }
 QUESTIONS = ["mined, ot − simclr, twice", "mined, ot − simclr, 256", "mined 4 − simclr, four times"]
-
-
-def over_seeds_and_sources(gaps: Tensor) -> tuple[float, float, float]:
-    """Estimate the mean of gaps (seeds, groups of sources), where both vary.
-
-    Return the mean, half of its 95 % interval, and the probability of a mean so far from 0 if there
-    is none. The variance of a mean over crossed factors is that over seeds and that over groups,
-    less that of what is left, which both contain. Satterthwaite's formula has its degrees of
-    freedom. It is never smaller than the variance over seeds alone."""
-    from scipy import stats
-
-    seeds, groups = gaps.shape
-    mean = gaps.mean()
-    of_seeds, of_groups = gaps.mean(1), gaps.mean(0)
-    rest = gaps - of_seeds[:, None] - of_groups + mean
-    freedom = [seeds - 1, groups - 1, (seeds - 1) * (groups - 1)]
-    parts = [of_seeds.var() / seeds, of_groups.var() / groups]
-    parts.append(rest.square().sum() / freedom[2] / gaps.numel())
-    variance = parts[0] + parts[1] - parts[2]
-    degrees = variance**2 / sum(part**2 / n for part, n in zip(parts, freedom, strict=True))
-    if variance < parts[0]:
-        variance, degrees = parts[0], torch.tensor(float(freedom[0]))
-    error = math.sqrt(variance)
-    chance = 2 * stats.t.sf(abs(mean.item()) / error, degrees.item())
-    return mean.item(), stats.t.ppf(0.975, degrees.item()) * error, chance
 
 
 class Study:
@@ -102,25 +76,37 @@ class Study:
 
 
 def table(found: dict) -> str:
-    """Write trials and runs, and the differences over seeds and sources."""
-    names = ["mrr", "r1", "r10", "seconds"]
-    lines = [["row", "seed", "t", "rate", *names]]
-    for run in found["trials"] + found["runs"]:
-        settings = [str(run["settings"][name]) for name in ("temperature", "rate")]
-        measured = [f"{run[name]:.1f}" for name in names]
-        lines.append([f"`{run['row']}`", str(run["seed"]), *settings, *measured])
-    differences = [["difference", "n", "MRR", "p"]]
-    rows = by_row(found["runs"])
-    for question in QUESTIONS:
-        one, other = [rows.get(row, []) for row in question.split(" − ")]
-        of_seed = {run["seed"]: torch.tensor(run["by_group"]) for run in other}
-        pairs = [run for run in one if run["seed"] in of_seed]
-        if len(pairs) > 1:
-            gaps = [torch.tensor(run["by_group"]) - of_seed[run["seed"]] for run in pairs]
-            mean, half, chance = over_seeds_and_sources(torch.stack(gaps))
-            middle = f"{mean:+.1f} ± {half:.1f}"
-            differences.append([question, str(len(pairs)), middle, f"{chance:.4f}"])
-    return f"{report.markdown(lines)}\n\n{report.markdown(differences)}"
+    """Write what each row has and measures, its trials, and the differences of the questions."""
+    names = {"mrr": "MRR", "r1": "R@1", "r10": "R@10"}
+    lines = [["row", "n", "pairs", "batch", "candidates", "t", "rate", "minutes", *names.values()]]
+    trials = [["MRR of trials", *(f"t = {t}, rate {rate}" for t, rate in TRIALS)]]
+    tried = by_row(found["trials"])
+    for row, runs in by_row(found["runs"]).items():
+        settings = runs[0]["settings"]
+        batch = settings.get("batch", BATCH)
+        candidates = batch * (1 + settings["mined"])
+        shown = settings["pairs"], batch, candidates, settings["temperature"], settings["rate"]
+        minutes = report.spread([run["seconds"] / 60 for run in runs])
+        measured = [report.spread([run[name] for run in runs]) for name in names]
+        lines.append([f"`{row}`", str(len(runs)), *map(str, shown), minutes, *measured])
+        of_pair = {(x["settings"]["temperature"], x["settings"]["rate"]): x for x in tried[row]}
+        trials.append([f"`{row}`", *(f"{of_pair[pair]['mrr']:.1f}" for pair in TRIALS)])
+    differences = [["difference", "n", *names.values(), "p of MRR", "shown"]]
+    asked = [question for question in QUESTIONS if sentence_rows.gaps(found["runs"], question)]
+    gains = {}
+    for question in asked:
+        gaps = sentence_rows.by_group(found["runs"], question)
+        gains[question] = sentence_rows.over_seeds_and_sources(gaps)
+    stand = sentence_rows.standing({question: gain[2] for question, gain in gains.items()})
+    for question, (middle, half, chance) in gains.items():
+        n = len(sentence_rows.gaps(found["runs"], question))
+        others = [
+            report.gain(sentence_rows.gaps(found["runs"], question, x)) for x in ("r1", "r10")
+        ]
+        shown = "yes" if question in stand and middle > 0 else "no"
+        gain = f"{middle:+.1f} ± {half:.1f}"
+        differences.append([question, str(n), gain, *others, f"{chance:.4f}", shown])
+    return "\n\n".join(map(report.markdown, (lines, trials, differences)))
 
 
 def commit() -> str:

@@ -12,8 +12,6 @@ import tables
 from matplotlib import pyplot as plt
 from rows import SHARED
 
-from training import report
-
 TEMPERATURES = [float(t) for t in SHARED["t"]]
 COLORS = {"simclr": "black", "hard": "tab:orange", "hcl": "crimson", "ot": "tab:blue"}
 # the rows of `pays`, and how their names begin
@@ -64,28 +62,28 @@ def pays():
 
 def gains():
     """Draw what the front page compares."""
-    rows = [(name, gaps) for name, _, gaps in tables.judged()]
-    label = 'gain over simclr, or over what is named after "against", in points (grey if unclear)'
-    return intervals(rows, label)
+    rows = {}
+    for setting, *_, steps, time in tables.judged():
+        rows |= {f"{setting}, over {claim.over}": claim for claim in steps + time}
+    return intervals(rows, "gain in points (grey if unclear)")
 
 
 def sentences():
     """Draw the questions of the study of sentences that have three seeds or more."""
     runs = common.read("sentences")["runs"]
-    rows = [(question, sentence_rows.gaps(runs, question)) for question in sentence_rows.QUESTIONS]
-    rows = [(name, gaps) for name, gaps in rows if len(gaps) >= 3]
+    some = [x for x in sentence_rows.QUESTIONS if len(sentence_rows.gaps(runs, x)) >= 3]
+    rows = {question: tables.judge("sentences", question) for question in some}
     return intervals(rows, "difference in MRR, in points (grey if unclear)")
 
 
 def intervals(rows, label):
-    """Draw the mean of each row's differences with its 95 % interval, in grey if it has 0."""
+    """Draw {name: claim} as means with their 95 % intervals, in grey if they have 0."""
     figure, axis = plt.subplots(figsize=(9, 0.5 + 0.33 * len(rows)), layout="constrained")
-    for place, (_, gaps) in enumerate(rows):
-        middle, half = report.interval(gaps)
-        color = "crimson" if abs(middle) > half else "tab:gray"
-        axis.errorbar(middle, place, xerr=half, fmt="o", color=color, capsize=4, lw=2)
+    for place, claim in enumerate(rows.values()):
+        color = "crimson" if abs(claim.middle) > claim.half else "tab:gray"
+        axis.errorbar(claim.middle, place, xerr=claim.half, fmt="o", color=color, capsize=4, lw=2)
     axis.axvline(0, color="black", lw=1)
-    axis.set_yticks(range(len(rows)), [name.replace("`", "") for name, _ in rows])
+    axis.set_yticks(range(len(rows)), [name.replace("`", "") for name in rows])
     axis.invert_yaxis()
     axis.set_xlabel(label)
     return figure

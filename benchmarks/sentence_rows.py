@@ -1,9 +1,11 @@
 """Say what sentences.py compares: rows, the questions between them, and how they are answered.
 
 A gain is the mean difference of two rows, paired by seed, ± half the width of Student's 95 %
-interval. Seeds vary the pairs of training. A second interval is over twenty groups of test sources:
-it says what other packages would have answered.
+interval. Seeds vary the pairs of training. A second interval is over seeds and over twenty groups
+of test sources.
 """
+
+import math
 
 import common
 import torch
@@ -81,6 +83,10 @@ mined, hard − mined
 mined, twice − simclr, twice
 mined 4 − simclr, four times
 mined, twice − simclr, four times
+mined, hcl − simclr, twice
+mined, held − simclr, twice
+mined, hardness − simclr, twice
+mined, ot − simclr, twice
 """
 QUESTIONS = QUESTIONS.strip().split("\n")
 MAIN = ["mined − simclr", "mined − random", "mined − simclr, twice", "hcl − simclr"]
@@ -133,6 +139,16 @@ def unclear(runs: list[dict]) -> list[str]:
     return list(dict.fromkeys(rows))
 
 
+def standing(chances: dict[str, float]) -> set[str]:
+    """Return the names whose probability, if there is nothing, stands after Holm's correction."""
+    stand = set()
+    for place, name in enumerate(sorted(chances, key=chances.get)):
+        if chances[name] > 0.05 / (len(chances) - place):
+            break
+        stand.add(name)
+    return stand
+
+
 def by_holm(runs: list[dict]) -> dict[str, str]:
     """Say which main differences are not 0, with Holm's correction → {question: "yes" or "no"}.
 
@@ -140,24 +156,39 @@ def by_holm(runs: list[dict]) -> dict[str, str]:
     found = {question: gaps(runs, question) for question in MAIN}
     if min(map(len, found.values())) < 3:
         return {}
-    chances = {name: stats.ttest_1samp(some, 0).pvalue for name, some in found.items()}
-    answers, answer = {}, "yes"
-    for place, question in enumerate(sorted(MAIN, key=chances.get)):
-        if chances[question] > 0.05 / (len(MAIN) - place):  # then the later ones fail, too
-            answer = "no"
-        answers[question] = answer
-    return answers
+    stand = standing({name: stats.ttest_1samp(some, 0).pvalue for name, some in found.items()})
+    return {name: "yes" if name in stand else "no" for name in MAIN}
 
 
-def by_sources(runs: list[dict], question: str) -> str:
-    """Write a difference with the interval over twenty groups of sources, the mean of the seeds."""
-    one, other = [by_row(runs)[row] for row in question.split(" − ")]
-    of_seed = {run["seed"]: run["by_group"] for run in other}
-    found = []
-    for run in one:
-        if run["seed"] in of_seed:
-            found.append(torch.tensor(run["by_group"]) - torch.tensor(of_seed[run["seed"]]))
-    return report.gain(torch.stack(found).mean(0).tolist())
+def by_group(runs: list[dict], question: str) -> torch.Tensor:
+    """Return the differences of a question in MRR, (seeds, groups of test sources)."""
+    one, other = [by_row(runs).get(row, []) for row in question.split(" − ")]
+    of_seed = {run["seed"]: torch.tensor(run["by_group"]) for run in other}
+    both = [run for run in one if run["seed"] in of_seed]
+    return torch.stack([torch.tensor(run["by_group"]) - of_seed[run["seed"]] for run in both])
+
+
+def over_seeds_and_sources(gaps: torch.Tensor) -> tuple[float, float, float]:
+    """Estimate the mean of gaps (seeds, groups of sources), where both vary.
+
+    Return the mean, half of its 95 % interval, and the probability of a mean so far from 0 if there
+    is none. The variance of a mean over crossed factors is that over seeds and that over groups,
+    less that of what is left, which both contain. Satterthwaite's formula has its degrees of
+    freedom. It is never smaller than the variance over seeds alone."""
+    seeds, groups = gaps.shape
+    mean = gaps.mean()
+    of_seeds, of_groups = gaps.mean(1), gaps.mean(0)
+    rest = gaps - of_seeds[:, None] - of_groups + mean
+    freedom = [seeds - 1, groups - 1, (seeds - 1) * (groups - 1)]
+    parts = [of_seeds.var() / seeds, of_groups.var() / groups]
+    parts.append(rest.square().sum() / freedom[2] / gaps.numel())
+    variance = parts[0] + parts[1] - parts[2]
+    degrees = variance**2 / sum(part**2 / n for part, n in zip(parts, freedom, strict=True))
+    if variance < parts[0]:
+        variance, degrees = parts[0], torch.tensor(float(freedom[0]))
+    error = math.sqrt(variance)
+    chance = 2 * stats.t.sf(abs(mean.item()) / error, degrees.item())
+    return mean.item(), stats.t.ppf(0.975, degrees.item()) * error, chance
 
 
 def table(record: str) -> str:
@@ -185,12 +216,14 @@ def table(record: str) -> str:
             time = report.spread([run["seconds"] / of_seed[run["seed"]] for run in some])
         lines.append([*line, time])
     holm = by_holm(runs)
-    differences = [["difference", "n", "MRR", "over sources", "same source", "holds with Holm"]]
+    measures = ["MRR", "over seeds and sources", "R@10", "same source"]
+    differences = [["difference", "n", *measures, "holds with Holm"]]
     for question in QUESTIONS:
         of_seeds = gaps(runs, question)
         if len(of_seeds) >= 3:
             line = [question, str(len(of_seeds)), report.gain(of_seeds)]
-            line.append(by_sources(runs, question))
-            line.append(report.gain(gaps(runs, question, "same_source")))
+            middle, half, _ = over_seeds_and_sources(by_group(runs, question))
+            line.append(f"{middle:+.1f} ± {half:.1f}")
+            line += [report.gain(gaps(runs, question, name)) for name in ("r10", "same_source")]
             differences.append(line + [holm.get(question, "")])
     return f"{report.markdown(lines)}\n\n{report.markdown(differences)}"

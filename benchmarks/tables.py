@@ -1,9 +1,9 @@
 """Print tables of the recorded runs: python benchmarks/tables.py claims cause
 
-claims judges the claims of the front page. cause, pays and fade compare rows, as studies/cause.md
-and studies/pays.md have them. near puts losses with weights beside plain ones at other t.
-minimal_pairs shows what given negatives teach. A gain is the mean difference of two rows, paired
-by seed, ± half the width of Student's 95 % interval.
+claims judges what README and the front page claim. cause, pays and fade compare rows, as
+studies/cause.md and studies/pays.md have them. near puts losses with weights beside plain ones at
+other t. minimal_pairs shows what given negatives teach. A gain is the mean difference of two rows,
+paired by seed, ± half the width of its 95 % interval.
 """
 
 import argparse
@@ -11,12 +11,13 @@ import functools
 import math
 import re
 from statistics import mean
+from typing import NamedTuple
 
 import common
 import numpy as np
+import sentence_rows
 from rows import SHARED, STUDIES
 from scipy import stats
-from sentence_rows import by_row
 
 from training import compare, report
 
@@ -44,7 +45,7 @@ def rows_of(study: str) -> dict[str, list]:
     """Return {row: its recorded runs, by seed} of a study, of images or of text."""
     found = common.read(study)
     if "runs" in found:
-        found = by_row(found["runs"])
+        found = sentence_rows.by_row(found["runs"])
     return {row: sorted(runs, key=lambda run: run["seed"]) for row, runs in found.items()}
 
 
@@ -145,49 +146,82 @@ def differences(heading: str, text: str, figures: list[str], studies: tuple = ()
 
 # ---- Claims ------------------------------------------------------------------------------------
 
-# what may gain over simclr, the page that has the study, the rows that are compared
+OF_TEXT = "sentences", "equal_time"  # studies whose gains vary with the test sources, too
+# setting | its page | study | level | rows compared at equal steps | and at equal time
 CLAIMS = """
-Tiny ImageNet, 10 epochs: `hcl` | short-runs | tiny: hcl − simclr
-CIFAR-10, 10 epochs: `hcl` | short-runs | cifar10: hcl − simclr
-Tiny ImageNet, 60 epochs: `hcl`, not debiased | pays | pays-tiny: tilted 0.1 − simclr 0.1
-CIFAR-10, 60 epochs: `hcl`, not debiased | pays | pays-cifar10: tilted 0.2 − simclr 0.1
-CIFAR-10, 60 epochs: `hcl`, settings of 10 epochs | pays | long: hcl − simclr
-Few images: DiffHard, against longer `simclr` | generated | games-10: DiffHard − twice
-Text: one mined negative for each pair | sentences | sentences: mined − simclr
-Text: one mined, against longer training | sentences | sentences: mined − simclr, twice
-Text: four mined, against longer training | sentences | sentences: mined 4 − simclr, four times
-Text: one mined and `hcl`, against one mined | sentences | sentences: mined, hcl − mined
+Tiny ImageNet, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.0005 | short-runs | tiny | simclr | \
+hcl − simclr |
+Tiny ImageNet, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-tiny | simclr 0.1 | \
+tilted 0.1 − simclr 0.1 |
+CIFAR-10, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.01 | short-runs | cifar10 | simclr | \
+hcl − simclr |
+CIFAR-10, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-cifar10 | simclr 0.1 | \
+tilted 0.2 − simclr 0.1 |
+CIFAR-10, 5 000 images, 16 epochs: DiffHard | generated | games-10 | SimCLR | \
+DiffHard − SimCLR | DiffHard − twice
+Text: one mined document a query | sentences | sentences | simclr | \
+mined − simclr | mined − simclr, twice
+Text: four mined documents a query | sentences | sentences | simclr | \
+mined 4 − simclr | mined 4 − simclr, four times
 """
-COMPARISONS = 80  # on all pages, about; a verdict that stands has p < 0.05 / 80 (Bonferroni)
 
 
-def verdict(gaps: list[float]) -> str:
-    """Say whether a claim is true, by the interval of its differences."""
-    middle, half = report.interval(gaps)
-    if abs(middle) <= half:
-        return "we cannot tell"
-    if stats.ttest_1samp(gaps, 0).pvalue < 0.05 / COMPARISONS:
-        return "yes" if middle > 0 else "no"
-    return "probably" if middle > 0 else "probably not"
+class Claim(NamedTuple):
+    """Hold a gain, half of its interval, the chance of it if there is none, and the seeds."""
+
+    over: str
+    middle: float
+    half: float
+    chance: float
+    n: int
+
+    def verdict(self, stands: bool) -> str:
+        """Say whether there is a gain. It is sure if it stands after Holm's correction."""
+        if self.chance > 0.05:
+            return "we cannot tell"
+        if self.middle > 0:
+            return "yes" if stands else "probably"
+        return "no" if stands else "probably not"
+
+
+def judge(study: str, pair: str) -> Claim:
+    """Compare two rows, over seeds, and on text over test sources, too."""
+    over = pair.split(" − ")[1]
+    if study in OF_TEXT:
+        gaps = sentence_rows.by_group(common.read(study)["runs"], pair)
+        return Claim(over, *sentence_rows.over_seeds_and_sources(gaps), len(gaps))
+    gaps = gaps_of(study, pair)
+    return Claim(over, *report.interval(gaps), stats.ttest_1samp(gaps, 0).pvalue, len(gaps))
 
 
 def judged() -> list[tuple]:
-    """List the claims, each with its page and its differences."""
+    """List the cells of CLAIMS, with lists of claims in place of the rows compared."""
     found = []
-    for line in CLAIMS.strip().split("\n"):
-        claim, page, rows = line.split(" | ")
-        study, pair = rows.split(": ")
-        figure = "mrr" if page == "sentences" else "linear"
-        found.append((claim, page, gaps_of(study, pair, figure)))
+    for line in CLAIMS.replace("\\\n", "").strip().split("\n"):
+        setting, page, study, level, *both = [cell.strip() for cell in line.split("|")]
+        of_pairs = [[judge(study, pair) for pair in cell.split("; ") if pair] for cell in both]
+        found.append((setting, page, study, level, *of_pairs))
     return found
 
 
-def claims() -> str:
-    """Write the claims as a Markdown table."""
-    lines = [["over `simclr`, if nothing else is said", "gain", "n", "does it gain?"]]
-    for claim, page, gaps in judged():
-        linked = f"[{verdict(gaps)}](studies/{page}.md)"
-        lines.append([claim, report.gain(gaps), str(len(gaps)), linked])
+def claims(pages: str = "studies/") -> str:
+    """Write the claims as a Markdown table, which links to the pages in a folder."""
+    lines = [["setting", "level of `simclr`", "gain, same steps", "gain, same time", "n"]]
+    found = judged()
+    every = [claim for *_, steps, time in found for claim in steps + time]
+    stand = sentence_rows.standing({claim: claim.chance for claim in every})
+    for setting, page, study, level, *both in found:
+        runs = rows_of(study)[level]
+        of_level = mean(run["mrr" if study in OF_TEXT else "linear"] for run in runs)
+        cells = []
+        for some in both:
+            texts = [f"{x.middle:+.1f} ± {x.half:.1f}, {x.verdict(x in stand)}" for x in some]
+            if len(texts) > 1:
+                texts = [f"over `{x.over}` {text}" for x, text in zip(some, texts, strict=True)]
+            cells.append("; ".join(texts))
+        cells[1] = cells[1] or "the same"  # as weights take hardly any time
+        n = sum(both, [])[0].n
+        lines.append([f"[{setting}]({pages}{page}.md)", f"{of_level:.1f}", *cells, str(n)])
     return report.markdown(lines)
 
 

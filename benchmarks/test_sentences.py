@@ -272,7 +272,7 @@ class TestRows:
             settings = sentence_rows.settings_of(row) | {"temperature": 0.05, "rate": 2e-5}
             for seed in range(3):
                 figures = dict.fromkeys(("mrr", "r1", "r10", "same_source"), 70.0 + gain + seed)
-                groups = [70.0 + gain + k for k in range(20)]
+                groups = [70.0 + gain + k + 0.001 * seed * len(row) for k in range(20)]
                 seconds = 10 if row == "simclr, twice" else 5 + seed
                 about = {"row": row, "seed": seed, "settings": settings, "seconds": seconds}
                 runs.append(about | figures | {"by_group": groups})
@@ -281,7 +281,7 @@ class TestRows:
         lines = sentence_rows.table("some").splitlines()
         measures = " | ".join(["73.0 ± 1.0"] * 4)
         assert f"| `mined` | 3 | 0.05 | 2e-05 |  | {measures} | 0.6 ± 0.1 |" in lines
-        gains = " | ".join(["+2.0 ± 0.0"] * 3)
+        gains = " | ".join(["+2.0 ± 0.0"] * 4)
         assert f"| mined − simclr | 3 | {gains} |  |" in lines
         [of_hcl] = [line for line in lines if line.startswith("| `hcl` | 3 |")]
         assert of_hcl.endswith("|  |")  # it has no time
