@@ -1,9 +1,9 @@
 """Print tables of the recorded runs: python benchmarks/tables.py claims cause
 
 claims judges what README and the front page claim. cause, pays and fade compare rows, as
-studies/cause.md and studies/pays.md have them. near puts losses with weights beside plain ones at
-other t. minimal_pairs shows what given negatives teach. A gain is the mean difference of two rows,
-paired by seed, ± half the width of its 95 % interval.
+studies/cause.md and studies/pays.md have them. near and colder put losses with weights beside
+plain ones at other t. minimal_pairs shows what given negatives teach. A gain is the mean difference
+of two rows, paired by seed, ± half the width of its 95 % interval.
 """
 
 import argparse
@@ -16,9 +16,11 @@ from typing import NamedTuple
 import common
 import numpy as np
 import sentence_rows
+import torch
 from rows import SHARED, STUDIES
 from scipy import stats
 
+import hardneg
 from training import compare, report
 
 # ---- Differences -------------------------------------------------------------------------------
@@ -147,22 +149,15 @@ def differences(heading: str, text: str, figures: list[str], studies: tuple = ()
 # ---- Claims ------------------------------------------------------------------------------------
 
 OF_TEXT = "sentences", "equal_time"  # studies whose gains vary with the test sources, too
-# setting | its page | study | level | rows compared at equal steps | and at equal time
+# setting | its page | study | rows compared at equal steps | and at equal time
 CLAIMS = """
-Tiny ImageNet, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.0005 | short-runs | tiny | simclr | \
-hcl − simclr |
-Tiny ImageNet, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-tiny | simclr 0.1 | \
-tilted 0.1 − simclr 0.1 |
-CIFAR-10, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.01 | short-runs | cifar10 | simclr | \
-hcl − simclr |
-CIFAR-10, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-cifar10 | simclr 0.1 | \
-tilted 0.2 − simclr 0.1 |
-CIFAR-10, 5 000 images, 16 epochs: DiffHard | generated | games-10 | SimCLR | \
-DiffHard − SimCLR | DiffHard − twice
-Text: one mined document a query | sentences | sentences | simclr | \
-mined − simclr | mined − simclr, twice
-Text: four mined documents a query | sentences | sentences | simclr | \
-mined 4 − simclr | mined 4 − simclr, four times
+Tiny ImageNet, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.0005 | short-runs | tiny | hcl − simclr |
+Tiny ImageNet, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-tiny | tilted 0.1 − simclr 0.1|
+CIFAR-10, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.01 | short-runs | cifar10 | hcl − simclr |
+CIFAR-10, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-cifar10 | tilted 0.2 − simclr 0.1 |
+CIFAR-10, 5 000 images: DiffHard | generated | games-10 | DiffHard − SimCLR | DiffHard − twice
+Sentence encoder: one mined document | sentences | sentences | mined − simclr | mined − simclr, twice
+Sentence encoder: four mined | sentences | sentences | mined 4 − simclr | mined 4 − simclr, four times
 """
 
 
@@ -195,24 +190,27 @@ def judge(study: str, pair: str) -> Claim:
 
 
 def judged() -> list[tuple]:
-    """List the cells of CLAIMS, with lists of claims in place of the rows compared."""
+    """List the lines of CLAIMS: setting, page, study, claims at equal steps and at equal time."""
     found = []
-    for line in CLAIMS.replace("\\\n", "").strip().split("\n"):
-        setting, page, study, level, *both = [cell.strip() for cell in line.split("|")]
+    for line in CLAIMS.strip().split("\n"):
+        setting, page, study, *both = [cell.strip() for cell in line.split("|")]
         of_pairs = [[judge(study, pair) for pair in cell.split("; ") if pair] for cell in both]
-        found.append((setting, page, study, level, *of_pairs))
+        found.append((setting, page, study, *of_pairs))
     return found
 
 
 def claims(pages: str = "studies/") -> str:
-    """Write the claims as a Markdown table, which links to the pages in a folder."""
+    """Write the claims as a Markdown table, which links to the pages in a folder.
+
+    The level is that of the first row that is compared with."""
     lines = [["setting", "level of `simclr`", "gain, same steps", "gain, same time", "n"]]
     found = judged()
     every = [claim for *_, steps, time in found for claim in steps + time]
     stand = sentence_rows.standing({claim: claim.chance for claim in every})
-    for setting, page, study, level, *both in found:
-        runs = rows_of(study)[level]
-        of_level = mean(run["mrr" if study in OF_TEXT else "linear"] for run in runs)
+    for setting, page, study, *both in found:
+        first = sum(both, [])[0]
+        figure = "mrr" if study in OF_TEXT else "linear"
+        level = mean(run[figure] for run in rows_of(study)[first.over])
         cells = []
         for some in both:
             texts = [f"{x.middle:+.1f} ± {x.half:.1f}, {x.verdict(x in stand)}" for x in some]
@@ -220,8 +218,7 @@ def claims(pages: str = "studies/") -> str:
                 texts = [f"over `{x.over}` {text}" for x, text in zip(some, texts, strict=True)]
             cells.append("; ".join(texts))
         cells[1] = cells[1] or "the same"  # as weights take hardly any time
-        n = sum(both, [])[0].n
-        lines.append([f"[{setting}]({pages}{page}.md)", f"{of_level:.1f}", *cells, str(n)])
+        lines.append([f"[{setting}]({pages}{page}.md)", f"{level:.1f}", *cells, str(first.n)])
     return report.markdown(lines)
 
 
@@ -267,6 +264,27 @@ def near() -> str:
                 gaps = heights[loss][reached] - plain
                 line.append(f"{math.sqrt(np.mean(gaps**2)):.2f}")
             lines.append(line + [""] * (2 - sharpest) + [str(len(reached))])
+    return report.markdown(lines)
+
+
+def colder() -> str:
+    """Write how far the push of `hcl` on negatives is from that of `simclr`, in total variation.
+
+    There are 510 normal logits of deviation σ, and 2000 anchors."""
+    random = torch.Generator().manual_seed(0)
+    draws = torch.randn(2000, 510, generator=random, dtype=torch.float64)
+    spreads = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)
+    lines = [["β", "`simclr` at", *(f"σ = {spread}" for spread in spreads)]]
+    for beta in (0.5, 1.0):
+        for c, t in enumerate(("t", "t/(1 + β)", "t/(1 + 2β)")):
+            line = [str(beta), t]
+            for spread in spreads:
+                s = (spread * draws).requires_grad_()
+                log_shares = hardneg.tilted(s, beta).log_softmax(1)
+                (push,) = torch.autograd.grad((s + log_shares).logsumexp(1).sum(), s)
+                plain = ((1 + c * beta) * s.detach()).softmax(1)
+                line.append(f"{(push - plain).abs().sum(1).mean() / 2:.2f}")
+            lines.append(line)
     return report.markdown(lines)
 
 
@@ -318,7 +336,13 @@ OF_CAUSE = "factor | compared | CIFAR-10, linear | kNN | Tiny ImageNet, linear |
 OF_PAYS = "question | predicted | compared | linear | kNN"
 OF_FADE = "gain of | compared | epoch 6 | epoch 60 | change"
 BOTH = ["linear", "knn"]
-TABLES = {"claims": claims, "near": near, "code_search": search, "minimal_pairs": pairs}
+TABLES = {
+    "claims": claims,
+    "near": near,
+    "colder": colder,
+    "code_search": search,
+    "minimal_pairs": pairs,
+}
 TABLES["cause"] = lambda: differences(OF_CAUSE, CAUSE, BOTH, ("cause", "cause-tiny"))
 TABLES["pays"] = lambda: differences(OF_PAYS, PAYS, BOTH)
 TABLES["fade"] = lambda: differences(OF_FADE, FADE, ["epoch 6", "epoch 60", "change"])
