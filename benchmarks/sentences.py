@@ -339,15 +339,12 @@ def processor() -> str:
 def main():
     """Run what is not recorded yet, and print the table."""
     parser = common.parser_of(__doc__)
-    parser.add_argument(
-        "--lists", type=Path, default=descriptions.LISTS, help="folder of apt's lists"
-    )
+    parser.add_argument("--lists", type=Path, default=descriptions.LISTS, help="apt's lists")
     parser.add_argument("--model", type=Path, help="folder of the encoder, if not the package's")
     parser.add_argument("--record", default="sentences", help="file of results/, less .json")
-    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     if not args.show:
-        torch.set_num_threads(args.threads)
+        torch.set_num_threads(1)
         folder = args.model or descriptions.model_folder()
         corpus = descriptions.load(args.lists, folder)
         record = Record(args.record, corpus.about)

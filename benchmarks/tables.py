@@ -156,8 +156,8 @@ Tiny ImageNet, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-tiny | t
 CIFAR-10, 20 000 images, 10 epochs: `hcl`, τ⁺ = 0.01 | short-runs | cifar10 | hcl − simclr |
 CIFAR-10, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-cifar10 | tilted 0.2 − simclr 0.1 |
 CIFAR-10, 5 000 images: DiffHard | generated | games-10 | DiffHard − SimCLR | DiffHard − twice
-Sentence encoder: one mined document | sentences | sentences | mined − simclr | mined − simclr, twice
-Sentence encoder: four mined | sentences | sentences | mined 4 − simclr | mined 4 − simclr, four times
+Text search: one mined document | sentences | sentences | mined − simclr | mined − simclr, twice
+Text search: four mined | sentences | sentences | mined 4 − simclr | mined 4 − simclr, four times
 """
 
 
