@@ -78,34 +78,32 @@ class Study:
 def table(found: dict) -> str:
     """Write what each row has and measures, its trials, and the differences of the questions."""
     names = {"mrr": "MRR", "r1": "R@1", "r10": "R@10"}
-    lines = [["row", "n", "pairs", "batch", "candidates", "t", "rate", "minutes", *names.values()]]
+    about = ["pairs", "batch", "candidates", "minutes", "trials", "t", "rate", "n"]
+    lines = [["row", *about, *names.values()]]
     trials = [["MRR of trials", *(f"t = {t}, rate {rate}" for t, rate in TRIALS)]]
     tried = by_row(found["trials"])
     for row, runs in by_row(found["runs"]).items():
         settings = runs[0]["settings"]
         batch = settings.get("batch", BATCH)
-        candidates = batch * (1 + settings["mined"])
-        shown = settings["pairs"], batch, candidates, settings["temperature"], settings["rate"]
+        seen = settings["pairs"], batch, batch * (1 + settings["mined"])
         minutes = report.spread([run["seconds"] / 60 for run in runs])
+        tuned = len(tried[row]), settings["temperature"], settings["rate"], len(runs)
         measured = [report.spread([run[name] for run in runs]) for name in names]
-        lines.append([f"`{row}`", str(len(runs)), *map(str, shown), minutes, *measured])
+        lines.append([f"`{row}`", *map(str, [*seen, minutes, *tuned]), *measured])
         of_pair = {(x["settings"]["temperature"], x["settings"]["rate"]): x for x in tried[row]}
         trials.append([f"`{row}`", *(f"{of_pair[pair]['mrr']:.1f}" for pair in TRIALS)])
     differences = [["difference", "n", *names.values(), "p of MRR", "shown"]]
-    asked = [question for question in QUESTIONS if sentence_rows.gaps(found["runs"], question)]
-    gains = {}
-    for question in asked:
-        gaps = sentence_rows.by_group(found["runs"], question)
-        gains[question] = sentence_rows.over_seeds_and_sources(gaps)
+    runs, gains = found["runs"], {}
+    for question in QUESTIONS:
+        if sentence_rows.gaps(runs, question):
+            gaps = sentence_rows.by_group(runs, question)
+            gains[question] = sentence_rows.over_seeds_and_sources(gaps)
     stand = sentence_rows.standing({question: gain[2] for question, gain in gains.items()})
     for question, (middle, half, chance) in gains.items():
-        n = len(sentence_rows.gaps(found["runs"], question))
-        others = [
-            report.gain(sentence_rows.gaps(found["runs"], question, x)) for x in ("r1", "r10")
-        ]
+        others = [sentence_rows.gaps(runs, question, name) for name in ("r1", "r10")]
         shown = "yes" if question in stand and middle > 0 else "no"
-        gain = f"{middle:+.1f} ± {half:.1f}"
-        differences.append([question, str(n), gain, *others, f"{chance:.4f}", shown])
+        line = [question, str(len(others[0])), f"{middle:+.1f} ± {half:.1f}"]
+        differences.append([*line, *map(report.gain, others), f"{chance:.4f}", shown])
     return "\n\n".join(map(report.markdown, (lines, trials, differences)))
 
 
