@@ -1,8 +1,7 @@
 """Compare mined negatives with plain training of the same time: python benchmarks/equal_time.py
 
-studies/equal-time.md says what is asked, and what was decided before the first run. Encoder, texts
-and steps are those of sentences.py, which also says what to install. A run is recorded as it ends,
-in results/equal_time.json, and is not repeated. So stop it when you like, and start it again.
+studies/equal-time.md says what is asked, and what was decided before the first run. sentences.py
+says what to install. A run is recorded as it ends, and is not repeated.
 """
 
 import itertools

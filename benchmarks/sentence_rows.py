@@ -1,8 +1,7 @@
 """Say what sentences.py compares: rows, the questions between them, and how they are answered.
 
-A gain is the mean difference of two rows, paired by seed, ± half the width of Student's 95 %
-interval. Seeds vary the pairs of training. A second interval is over seeds and over twenty groups
-of test sources.
+A gain is the mean difference of two rows, paired by seed, ± half the width of its 95 % interval. It
+is over seeds, which vary the pairs of training, or also over twenty groups of test sources.
 """
 
 import math

@@ -7,8 +7,7 @@ mining: `mine` among random unit rows, beside an exact index of faiss (`pip inst
 loop: the encoder alone on views made before, which is the upper limit of any loop, and the training
 loop on images in memory.
 folder: `train.py` on a folder of photographs, which is decoded into memory, decoded into the cache,
-or found there, in one process and in two. For example --data FOLDER --size 128 --fraction 0.1. The
-memory is without pixels that are mapped from the cache, as the system can drop them at any time.
+or found there, in one process and in two. The memory is without pixels mapped from the cache.
 
 Every round times all rows in turn, and a ratio is of times of one round. All but mining is recorded
 in results/, and --show prints it again.
@@ -118,10 +117,10 @@ def about(device: str, packages: list[str]) -> dict:
     return {"date": str(date.today()), "device": name, "versions": versions}
 
 
-def heading(found: dict, what: str, rounds: list) -> str:
+def heading(found: dict, *what: str) -> str:
     """Say what was measured, and on what."""
-    parts = [found["date"], found["device"], what, f"{len(rounds)} rounds"]
-    return ", ".join(parts + [f"{name} {version}" for name, version in found["versions"].items()])
+    versions = [f"{name} {version}" for name, version in found["versions"].items()]
+    return ", ".join([found["date"], found["device"], *what, *versions])
 
 
 # ---- losses ------------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ def show_losses(found: dict) -> str:
             for row, ours in zip(some, rows[PEERS[name]], strict=False):
                 line.append(f"{ratio(row['rounds'], ours['rounds']):.3g}")
             peers.append(line + blank)
-    first = heading(found, f"D = {found['dim']}", some[0]["rounds"])
+    first = heading(found, f"D = {found['dim']}", f"{len(some[0]['rounds'])} rounds")
     written = [report.markdown(table) for table in (times, memory, peers)]
     return f"{first}\n" + "\n\n".join(written)
 
@@ -302,10 +301,7 @@ def show_losses(found: dict) -> str:
 
 def unit_rows(n: int, seed: int) -> Tensor:
     """Draw unit rows."""
-    x = torch.randn(n, DIM, generator=torch.Generator().manual_seed(seed))
-    for part in x.split(10_000):  # in place, and few at a time: the peak is what they take
-        part /= part.norm(dim=1, keepdim=True)
-    return x
+    return hardneg.unit(torch.randn(n, DIM, generator=torch.Generator().manual_seed(seed)))
 
 
 def searches(documents: Tensor, k: int = 32) -> dict[str, Callable]:
@@ -392,7 +388,7 @@ def show_loop(found: dict) -> str:
             share = f"{ratio(some, rates[other]):.2f} × {other}"
         lines.append([name, f"{median(some):.0f}", share])
     what = f"{found['encoder']}, batches of {found['batch_size']} images in two views"
-    return f"{heading(found, what, rates[name])}\n{report.markdown(lines)}"
+    return f"{heading(found, what, f'{len(some)} rounds')}\n{report.markdown(lines)}"
 
 
 # ---- folder ------------------------------------------------------------------------------------
@@ -462,8 +458,7 @@ def folder(args) -> None:
 
 def show_folder(found: dict) -> str:
     """Write the Markdown table."""
-    versions = f"torch {found['versions']['torch']}"
-    return f"{found['date']}, {found['device']}, {versions}\n{report.markdown(found['lines'])}"
+    return f"{heading(found)}\n{report.markdown(found['lines'])}"
 
 
 SUBJECTS = {"losses": losses, "mining": mining, "loop": loop, "folder": folder}

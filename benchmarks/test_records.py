@@ -252,11 +252,6 @@ class TestPages:
             said = [" ± ".join(pair) for pair in re.findall(INTERVAL, text)]
             assert not [interval for interval in said if interval not in known], text
 
-    def test_the_front_page_is_short(self):
-        lines = FRONT.splitlines()
-        assert len(lines) <= 120
-        assert all(len(line) <= 100 for line in lines if not line.startswith("|"))
-
     def test_readme_and_the_front_page_have_the_table_of_claims(self):
         """Each claim is of a study of the page that is linked."""
         assert tables.claims() in FRONT and tables.claims("benchmarks/studies/") in README

@@ -452,6 +452,18 @@ class TestTheorems:
         least = orders / 2.0 ** (orders - 1)
         assert (damping[2:] >= least[2:] - 1e-12).all() and (damping[2:] <= 1 + 1e-12).all()
 
+    def test_the_series_of_cumulants_has_a_radius_of_the_root_of_log_n(self):
+        """κ_n / n! are the coefficients of log Σ_n m_n b^n / n!, of the moments m_n of 510 normal
+        logits. Their n-th root nears one over the radius from below."""
+        draws = normal(0, 200, 510)
+        moments = [(draws**n).mean(1) / math.factorial(n) for n in range(61)]
+        terms = [0 * moments[0]]
+        for n in range(1, 61):
+            known = sum(k * terms[k] * moments[n - k] for k in range(1, n))
+            terms.append(moments[n] - known / n)
+        roots = [np.abs(terms[n]) ** (1 / n) for n in range(50, 61)]
+        assert (1 / np.max(roots, 0)).mean() == pytest.approx(math.sqrt(math.log(510)), rel=0.05)
+
     def test_many_candidates_are_needed_where_it_is_cold(self):
         """Of 510 normal logits the sum is normal up to (1 + 2β) σ of about √(2 log 510) = 3.5."""
         beta, n, pos = 0.5, 510, torch.zeros(500, 1, dtype=torch.float64)
