@@ -158,6 +158,8 @@ CIFAR-10, 50 000 images, 60 epochs: `hcl`, τ⁺ = 0 | pays | pays-cifar10 | til
 CIFAR-10, 5 000 images: DiffHard | generated | games-10 | DiffHard − SimCLR | DiffHard − twice
 Text search: one mined document | sentences | sentences | mined − simclr | mined − simclr, twice
 Text search: four mined | sentences | sentences | mined 4 − simclr | mined 4 − simclr, four times
+Text search, new seeds: one mined, `ot` | equal-time | equal_time | | mined, ot − simclr, twice; \
+mined, ot − simclr, 256
 """
 
 
@@ -200,22 +202,20 @@ def judged() -> list[tuple]:
 
 
 def claims(pages: str = "studies/") -> str:
-    """Write the claims as a Markdown table, which links to the pages in a folder.
-
-    The level is that of the first row that is compared with."""
+    """Write the claims as a Markdown table, which links to the pages in a folder."""
     lines = [["setting", "level of `simclr`", "gain, same steps", "gain, same time", "n"]]
     found = judged()
     every = [claim for *_, steps, time in found for claim in steps + time]
     stand = sentence_rows.standing({claim: claim.chance for claim in every})
     for setting, page, study, *both in found:
-        first = sum(both, [])[0]
+        first = sum(both, [])[0]  # the level is that of its control
         figure = "mrr" if study in OF_TEXT else "linear"
         level = mean(run[figure] for run in rows_of(study)[first.over])
         cells = []
         for some in both:
             texts = [f"{x.middle:+.1f} ± {x.half:.1f}, {x.verdict(x in stand)}" for x in some]
-            if len(texts) > 1:
-                texts = [f"over `{x.over}` {text}" for x, text in zip(some, texts, strict=True)]
+            for k in range(1, len(some)):
+                texts[k] = f"over `{some[k].over}` {texts[k]}"
             cells.append("; ".join(texts))
         cells[1] = cells[1] or "the same"  # as weights take hardly any time
         lines.append([f"[{setting}]({pages}{page}.md)", f"{level:.1f}", *cells, str(first.n)])
