@@ -215,7 +215,8 @@ def claims(pages: str = "studies/") -> str:
         for some in both:
             texts = [f"{x.middle:+.1f} ± {x.half:.1f}, {x.verdict(x in stand)}" for x in some]
             for k in range(1, len(some)):
-                texts[k] = f"over `{some[k].over}` {texts[k]}"
+                control = some[k].over.replace("simclr, ", "batches of ")
+                texts[k] = f"over {control} {texts[k]}"
             cells.append("; ".join(texts))
         cells[1] = cells[1] or "the same"  # as weights take hardly any time
         lines.append([f"[{setting}]({pages}{page}.md)", f"{level:.1f}", *cells, str(first.n)])
