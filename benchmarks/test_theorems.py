@@ -453,8 +453,7 @@ class TestTheorems:
         assert (damping[2:] >= least[2:] - 1e-12).all() and (damping[2:] <= 1 + 1e-12).all()
 
     def test_the_series_of_cumulants_has_a_radius_of_the_root_of_log_n(self):
-        """κ_n / n! are the coefficients of log Σ_n m_n b^n / n!, of the moments m_n of 510 normal
-        logits. Their n-th root nears one over the radius from below."""
+        """Of 510 normal logits. κ_n / n! are coefficients of log Σ m_n b^n / n!, of moments m_n."""
         draws = normal(0, 200, 510)
         moments = [(draws**n).mean(1) / math.factorial(n) for n in range(61)]
         terms = [0 * moments[0]]

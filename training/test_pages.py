@@ -48,7 +48,9 @@ def execute(code, names):
     return said
 
 
-RECIPES, RARE = ((HERE / "tutorial" / f"{name}.md").read_text() for name in ("RECIPES", "RARE"))
+RECIPES = (HERE / "tutorial" / "RECIPES.md").read_text()
+RARE = (HERE / "tutorial" / "RARE.md").read_text()
+BOTH = RECIPES + RARE
 
 
 def commands_of_papers():
@@ -100,8 +102,8 @@ class TestReadme:
 
     def test_contributing_names_what_is_there(self):
         text = (HERE / "CONTRIBUTING.md").read_text()
-        names = ("hardneg", "reference_numpy", "test_hardneg", "train")
-        code = "".join((HERE / f"{name}.py").read_text() for name in names)
+        names = ("hardneg.py", "reference_numpy.py", "test_hardneg.py", "train.py")
+        code = "".join((HERE / name).read_text() for name in names)
         named = re.findall(r"`(\w{3,})`", text) + re.findall(r"\bTest[A-Z]\w+", text)
         assert len(named) > 20 and all(name in code for name in named)
 
@@ -111,7 +113,7 @@ class TestReadme:
         train.Options(**{k: x for k, x in given.items() if k not in ("compare", "seeds")})
 
     def test_set_up_commands_are_those_of_ci(self):
-        commands, ci = "".join(blocks("sh")), (HERE / ".ci" / "run").read_text()
+        commands, ci = "".join(blocks("sh")), (HERE / ".ci/run").read_text()
         for part in (
             "python3 -m venv .venv",
             "r requirements.txt",
@@ -136,7 +138,7 @@ class TestRecipes:
     eight on are of their formulas. That of exactly is of debias="exact" of hardneg 2.0.0.
     """
 
-    SECTIONS = {text.split("\n")[0]: text for text in (RECIPES + RARE).split("\n## ")}
+    SECTIONS = {text.split("\n")[0]: text for text in BOTH.split("\n## ")}
     # the others need a run, packages that are not in requirements.txt, or a shell
     VALUED = SECTIONS.keys() - {"# Recipes", "Beyond a million documents", "A sentence encoder"}
     VALUED -= {"Export", "Commands", "The papers' own settings"}
@@ -199,17 +201,17 @@ class TestRecipes:
         for name, number in said.items():
             assert names[name].item() == pytest.approx(number, abs=1e-6), name
             if name in self.PEERS:
-                value, x, direction = names[name], names["x"], embeddings(5, 8, 16)
-                (gradient,) = torch.autograd.grad(value, x, retain_graph=True)
-                found = [x.item() for x in (value, gradient.norm(), (gradient * direction).sum())]
+                (gradient,) = torch.autograd.grad(names[name], names["x"], retain_graph=True)
+                projection = (gradient * embeddings(5, 8, 16)).sum()
+                found = [x.item() for x in (names[name], gradient.norm(), projection)]
                 np.testing.assert_allclose(found, self.PEERS[name], 1e-9, err_msg=name)
 
     def test_every_value_of_a_peer_and_every_section_is_used(self):
-        assert not [name for name in self.PEERS if f"\n{name} = " not in RECIPES + RARE]
+        assert not [name for name in self.PEERS if f"\n{name} = " not in BOTH]
         for name, page in (("RECIPES", RECIPES), ("RARE", RARE)):
             linked = set(re.findall(r"\]\(#(.*?)\)", page.split("\n## ")[0]))
-            found, lines = headings(HERE / "tutorial" / f"{name}.md"), page.splitlines()
-            assert linked == found - {"recipes", "rare-recipes"}
+            lines = page.splitlines()
+            assert linked == headings(HERE / f"tutorial/{name}.md") - {"recipes", "rare-recipes"}
             assert len(lines) <= 400 and max(map(len, lines)) <= 100
 
     def test_clip_and_siglip_learn_their_scale_and_bias(self):
@@ -225,7 +227,7 @@ class TestRecipes:
         names, _ = self.run("A sentence encoder")
         assert not (names["near"] == torch.arange(32)[:, None]).any()
         with torch.no_grad():
-            x, y = names["encoder"](names["questions"]), names["encoder"](names["answers"])
+            x, y = map(names["encoder"], (names["questions"], names["answers"]))
         found = (hardneg.unit(x) @ hardneg.unit(y).T).argmax(1)
         assert (found == torch.arange(32)).sum() >= 30
 
@@ -243,11 +245,11 @@ class TestRecipes:
         s = F.normalize(names["x"]) @ F.normalize(names["rows"]).T
         for a, found in enumerate(names["found"].tolist()):
             others = [j for j in s[a].argsort(descending=True).tolist() if j != a]
-            assert set(found) <= set(others[3:11]) and len(set(found)) == 2
+            assert len({*found} & {*others[3:11]}) == len(found)
 
     def test_without_labels_a_copy_is_the_nearest(self):
         names, _ = self.run("Repeated documents")
-        nearest = hardneg.mine(names["x"], names["copies"], k=1)[:, 0]
+        nearest = hardneg.mine(names["x"], names["copies"], 1)[:, 0]
         text = names["text"][::2]  # of the queries that are near their documents
         assert (names["text"][nearest[::2]] == text).all()
 
@@ -283,13 +285,13 @@ class TestRecipes:
         names, _ = self.run("ADNCE and Bayesian weights")
         s, losses = F.normalize(names["x"]) @ F.normalize(names["rows"]).T, []
         parts = [np.poly1d([1 - 2 * a, 2 * a, 0]) for a in (0.8, 0.2, 0.08 / (0.08 + 0.18))]
-        whole, hard = 0.9 * parts[0] + 0.1 * parts[1], parts[2]
+        whole = 0.9 * parts[0] + 0.1 * parts[1]
         for a, row in enumerate(s):
             others = row[torch.arange(len(row)) != a]
             shares = [(others <= cosine).double().mean().item() for cosine in others]
             phis = [min((whole - share).roots, key=abs) for share in shares]
-            bell = torch.exp(-0.5 * ((others.detach() - 0.7) / 0.5) ** 2)
-            ranks = [hard.deriv()(phi) / whole.deriv()(phi) for phi in phis]
+            bell = torch.exp(-2 * (others.detach() - 0.7) ** 2)  # σ is 0.5
+            ranks = parts[2].deriv()(phis) / whole.deriv()(phis)
             w = torch.stack([bell / bell.mean(), torch.tensor(ranks)])
             losses.append(torch.log1p((w * torch.exp((others - row[a]) / 0.1)).sum(1)))
         for name, value in zip(("adjusted", "posterior"), sum(losses) / len(losses), strict=True):
@@ -299,7 +301,7 @@ class TestRecipes:
 
     def test_the_module_for_a_trainer(self):
         names, _ = self.run("Pairs and n-tuples")
-        assert names["columns"].shape[0] == 4 and (names["columns"] >= 0).all()
+        assert len(names["columns"]) == 4 and (names["columns"] >= 0).all()
         columns = [names["x"], names["y"], *names["n"].unbind(1)]
         module = names["HardNegatives"](nn.Identity(), temperature=1 / 20)  # models map a dict
         value = module([{"sentence_embedding": column} for column in columns], labels=None)
