@@ -203,7 +203,7 @@ def judged() -> list[tuple]:
 
 def claims(pages: str = "studies/") -> str:
     """Write the claims as a Markdown table, which links to the pages in a folder."""
-    lines = [["setting", "level of `simclr`", "gain, same steps", "gain, same time", "n"]]
+    lines = [["setting", "`simclr`, accuracy or MRR", "gain, same steps", "gain, same time", "n"]]
     found = judged()
     every = [claim for *_, steps, time in found for claim in steps + time]
     stand = sentence_rows.standing({claim: claim.chance for claim in every})
