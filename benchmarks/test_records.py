@@ -232,7 +232,7 @@ def intervals_of(path):
 
 
 def paragraphs_of(path):
-    """Yield paragraphs and items of a page, each with the pages that it is about: this, and links."""
+    """Yield paragraphs and items of a page, each with the pages it is about: this, and links."""
     for text in re.split(r"\n\n|\n(?=- |\d\. )", PAGES[path]):
         if not text.startswith("|"):
             links = {path.parent / link for link in re.findall(r"\]\(([^)#]*\.md)", text)}
