@@ -235,7 +235,7 @@ def answer(batch, options):
 class ContrastiveLoss(nn.Module):
     """Compute `contrastive_loss` as a module: ContrastiveLoss("hcl", beta=1.0)(view_1, view_2).
     A call can override the options given here. A temperature that is an nn.Parameter is learned.
-    So is an nn.Module as weights or objective. On a CPU it takes 2 GiB at 2B = 16 384."""
+    So is an nn.Module as weights or objective, in 2 GiB at 2B = 16 384 on a CPU."""
 
     def __init__(self, loss: str = "simclr", **options: Unpack[Options]):
         super().__init__()
@@ -448,8 +448,8 @@ OBJECTIVES = {  # objective: its function, and whether samples of one label are 
 
 
 def published(log_mean, log_mean_pos, tau_plus, t):
-    """Subtract the false negatives that are expected → the log of what is left (a,), and where (a,)
-    that is the floor, the e^s of the cosine −1, below which no mean can be:
+    """Subtract the expected false negatives → the log of what is left (a,), and where (a,) that is
+    the floor, the e^s of the cosine −1, as no mean is below it:
         log max( (E − τ⁺ E⁺) / (1 − τ⁺),  e^{−1/t} )
     E is the mean of e^s over candidates, E⁺ over positives. All but t are tensors (a,).
     Ref: [1] Eq. 2. Its code in Fig. 5 bounds a sum of N terms by e^{−1/t}, N times too low"""
@@ -654,9 +654,8 @@ def sinkhorn(
     all masked do not count in A and N. Returns f (A,), g (N,) and the error.
 
     It stops at an error Σ_i |Σ_j P_ij − 1/A| of at most tolerance, by default 1e-5, or 1e-12 in
-    float64, or after max_steps with a warning. For a kernel that is its own transpose f and g are
-    equal. So each step takes their mean [10], as long as that halves the error. For others it soon
-    does not. Where embeddings cluster this saves most steps. Ref: [2] Eq. 5"""
+    float64, or after max_steps with a warning. A step takes the mean of f and g while that halves
+    the error [10], as they are equal for a kernel that is its own transpose. Ref: [2] Eq. 5"""
     _check("max_steps", max_steps, 1)
     f, g, half, error = None, None, 0.5, INF
     for step in range(max_steps + 1):
@@ -1002,7 +1001,7 @@ def unit(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     if _may_read(norm) and len(x):
         low, high = norm.detach().aminmax()
-        if high == INF or not low and (x * (norm == 0)).any():
+        if high == INF or (not low and (x * (norm == 0)).any()):
             raise NotFinite("Squares of a row overflow or underflow. Divide by its largest entry.")
     return x / (norm + (norm == 0))
 
@@ -1747,7 +1746,9 @@ class DiffHard(SimCLR):
         descend(loss)  # Eq. 4: if G ascends, its gradient is in this backward pass, too
         if ascends:
             _move(ascent, self.group)
-        return figures | (self.pretrain_step(images, generator, return_stats) if is_turn else {})
+        if is_turn:
+            figures |= self.pretrain_step(images, generator, return_stats)
+        return figures
 
 
 def in_micro_batches(encoder: Callable, micro_batch: int) -> Callable:
@@ -1828,7 +1829,7 @@ class Training:
 
     Each step yields a dict of "epoch", "step", "steps", "images" and figures of the method, and
     from epoch 0 on "loss" and scheduled options. Every tenth of an epoch they include statistics. A
-    loss that is not finite raises FloatingPointError, on a GPU only then."""
+    loss that is not finite raises FloatingPointError, on a GPU in those steps alone."""
 
     parts = ("encoder", "method", "optimizer")  # what has a state
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import common
 import descriptions
-import sentence_rows
+import tables
 import torch
-from sentence_rows import PAIRS, SETTINGS, by_row
+from sentence_rows import PAIRS, SETTINGS, by_row, gaps, standing
 from sentences import BATCH, SEARCH, Run, evaluate, machine, read_encoder
 
 from training import report
@@ -92,17 +92,14 @@ def table(found: dict) -> str:
         of_pair = {(x["settings"]["temperature"], x["settings"]["rate"]): x for x in tried[row]}
         trials.append([f"`{row}`", *(f"{of_pair[pair]['mrr']:.1f}" for pair in TRIALS)])
     differences = [["difference", "n", *names.values(), "p of MRR", "shown"]]
-    runs, gains = found["runs"], {}
-    for question in QUESTIONS:
-        if sentence_rows.gaps(runs, question):
-            gaps = sentence_rows.by_group(runs, question)
-            gains[question] = sentence_rows.over_seeds_and_sources(gaps)
-    stand = sentence_rows.standing({question: gain[2] for question, gain in gains.items()})
-    for question, (middle, half, chance) in gains.items():
-        others = [sentence_rows.gaps(runs, question, name) for name in ("r1", "r10")]
-        shown = "yes" if question in stand and middle > 0 else "no"
-        line = [question, str(len(others[0])), f"{middle:+.1f} ± {half:.1f}"]
-        differences.append([*line, *map(report.gain, others), f"{chance:.4f}", shown])
+    asked = [question for question in QUESTIONS if gaps(found["runs"], question)]
+    gains = {question: tables.judge("equal_time", question) for question in asked}
+    stand = standing({question: gain.chance for question, gain in gains.items()})
+    for question, gain in gains.items():
+        others = [report.gain(gaps(found["runs"], question, name)) for name in ("r1", "r10")]
+        shown = "yes" if question in stand and gain.middle > 0 else "no"
+        line = [question, str(gain.n), str(gain), *others]
+        differences.append([*line, f"{gain.chance:.4f}", shown])
     return "\n\n".join(map(report.markdown, (lines, trials, differences)))
 
 

@@ -172,6 +172,9 @@ class Claim(NamedTuple):
     chance: float
     n: int
 
+    def __str__(self):
+        return f"{self.middle:+.1f} ± {self.half:.1f}"
+
     def verdict(self, stands: bool) -> str:
         """Say whether there is a gain. It is sure if it stands after Holm's correction."""
         if self.chance > 0.05:
@@ -213,7 +216,7 @@ def claims(pages: str = "studies/") -> str:
         level = mean(run[figure] for run in rows_of(study)[first.over])
         cells = []
         for some in both:
-            texts = [f"{x.middle:+.1f} ± {x.half:.1f}, {x.verdict(x in stand)}" for x in some]
+            texts = [f"{claim}, {claim.verdict(claim in stand)}" for claim in some]
             for k in range(1, len(some)):
                 control = some[k].over.replace("simclr, ", "batches of ")
                 texts[k] = f"over {control} {texts[k]}"
@@ -337,13 +340,8 @@ OF_CAUSE = "factor | compared | CIFAR-10, linear | kNN | Tiny ImageNet, linear |
 OF_PAYS = "question | predicted | compared | linear | kNN"
 OF_FADE = "gain of | compared | epoch 6 | epoch 60 | change"
 BOTH = ["linear", "knn"]
-TABLES = {
-    "claims": claims,
-    "near": near,
-    "colder": colder,
-    "code_search": search,
-    "minimal_pairs": pairs,
-}
+TABLES = {"claims": claims, "near": near, "colder": colder}
+TABLES |= {"code_search": search, "minimal_pairs": pairs}
 TABLES["cause"] = lambda: differences(OF_CAUSE, CAUSE, BOTH, ("cause", "cause-tiny"))
 TABLES["pays"] = lambda: differences(OF_PAYS, PAYS, BOTH)
 TABLES["fade"] = lambda: differences(OF_FADE, FADE, ["epoch 6", "epoch 60", "change"])

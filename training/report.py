@@ -148,11 +148,12 @@ def cells(rows):
     titles = {name: x for name, x in TITLES.items() if some.get(name) is not None}
     lines = [[""] + list(titles.values())]
     for title, figures in rows.items():
-        lines.append([title])
+        line = [title]
         for name in titles:
             digits = 1 if "%" in titles[name] else 2
             values = [run[name] for run in figures if name in run]  # some runs lack a figure
-            lines[-1].append(spread(values, digits) if values else "")
+            line.append(spread(values, digits) if values else "")
+        lines.append(line)
     return lines
 
 
@@ -184,7 +185,8 @@ def doubt_of(results):
 def print_table(results, options):
     """Print the table of a run of `train.Options`, and the line of Python that makes its loss."""
     print(f"\n{table_of(results)}")
-    if doubt := doubt_of(results):
+    doubt = doubt_of(results)
+    if doubt:
         print(doubt)
     print(f"criterion = {options.criterion()}")
 
@@ -350,11 +352,14 @@ def draw_nearest(options, z, labels, test, count=4):
         cosines = z[name] @ z[name][anchor]
         cosines[anchor] = math.inf  # so that the image itself comes first
         for axis, k in zip(line, cosines.topk(columns).indices.tolist(), strict=True):
-            title = name if k == anchor else f"{weights[name][anchor, k]:.2g}"
-            false = k != anchor and labels[k] == labels[anchor] >= 0
+            title, color = f"{weights[name][anchor, k]:.2g}", "k"
+            if k == anchor:
+                title = name
+            elif labels[k] == labels[anchor] >= 0:
+                color = "C1"
             axis.imshow(test[[k]][0].permute(1, 2, 0).numpy(force=True))
             axis.set(xticks=[], yticks=[])
-            axis.set_title(title, pad=3, fontsize=9, color="C1" if false else "k")
+            axis.set_title(title, pad=3, fontsize=9, color=color)
             axis.spines[:].set(visible=k == anchor, linewidth=2)  # a frame
     return "The hardest negatives, before and after training", NEAREST, figure
 
